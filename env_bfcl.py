@@ -358,16 +358,19 @@ def _check_cost(simulator, call):
                 costly = False  # the function itself objects
             if costly:
                 raise ValueError(f"{name} is limited to {MAX_PRECISION}")
+        if any(isinstance(value, str) and len(value) > 32 for value in call.arguments.values()):
+            raise ValueError("a number is too long")  # mpmath reads strings: "1e999..." with 4,000 nines never ends
     elif call.name == "power":
         base, exponent = call.arguments.get("base"), call.arguments.get("exponent")
-        if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_POWER_BITS:
+        whole = isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1
+        if whole and base.bit_length() * exponent > MAX_POWER_BITS:
             raise ValueError("the result is too large")
     elif call.name in ("find", "du") and not tree_fits(simulator):
         raise RecursionError("the directory tree is too large")
 
 
 def tree_fits(file_system):
-    """Whether a walk of all directories ends soon: cp of a directory into itself is a cycle, copies of copies are 2**n."""
+    """Whether a walk of all directories ends soon: cp of a directory into itself is a cycle, copies of copies 2**n."""
     nodes = characters = 0
     stack = [(file_system.root, 0), (file_system._current_dir, 0)]
     while stack:

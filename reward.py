@@ -1,0 +1,275 @@
+"""From a trajectory to numbers: official and strict score, per-turn results, the structure of a message, intervals.
+
+Different from the paper's code and from upstream's runner:
+1. official: upstream's own state and response checkers on the same calls, but executed without eval() and with the
+   ground truth side computed once per task. The verdict equals upstream's multi_turn_checker (test_smoke.py).
+2. strict: the official check never looks at a turn in which nothing is to be called. A policy that does the work early
+   and reads something in the next turn passes 200 of 200 miss_func and miss_param tasks; strict gives it 0.
+3. per_turn: all-or-nothing scoring punishes correct later turns (https://github.com/ShishirPatil/gorilla/issues/920).
+4. DEFECTIVE: ground truths that no faithful model can match (https://github.com/ShishirPatil/gorilla/issues/1367).
+5. structure: the paper's four states of a message. Its detector was not released; the rules here are ours.
+
+    python reward.py                          # scores all 800 ground truths, and the early-call trick
+"""
+import copy
+import dataclasses
+import math
+import re
+import time
+
+import numpy as np
+from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import response_checker, state_checker
+
+from env_bfcl import CATEGORIES, Call, execute, load_tasks, make_simulators, parse_calls, tree_fits
+
+
+def _in(index, *categories):
+    return {(category, index) for category in categories or CATEGORIES}
+
+
+DEFECTIVE = frozenset().union(  # (category, index)
+    _in(4),      # the tweet's words are sorted, but sort() sorts lines
+    _in(18),     # a newline of diff's result is missing
+    _in(30),     # quotes are missing from text that is to be copied "exactly as it is"
+    _in(187),    # a ticket's free-text description is compared
+    _in(188),    # a log-in must be tried with a password that is never given
+    _in(176, "base"),                                        # the user says 2026, the ground truth 2023
+    _in(143, "miss_func", "miss_param", "long_context"),     # "$10000." for "$10000.00."
+    _in(172, "miss_func", "miss_param", "long_context"),     # the user says 08/2026, the ground truth 08/2025
+    _in(180, "miss_param"),                                  # a ticket description that is never given
+    _in(41, "long_context"), _in(43, "long_context"),        # "verbatim" text with a space that the file doesn't have
+    _in(49, "miss_func"))                                    # needs tail two turns before it is handed back
+DOUBTFUL = frozenset().union(
+    _in(171), _in(184),                                      # a final period that the quoted text doesn't have
+    _in(33, "miss_func"), _in(133, "miss_func"))             # what is withheld isn't needed: acting early is right
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """What a trajectory has earned. per_turn has one entry for each turn of the ground truth."""
+    official: float = 0.0
+    strict: float = 0.0
+    per_turn: list = dataclasses.field(default_factory=list)
+    error: str | None = None     # "turns": not all user turns were reached; otherwise an exception in scoring
+
+
+# --- ALGO: from verdicts to the number that trains -------------------------------------------------------------------
+
+def training_reward(reward, finish, kind="official"):
+    """The scalar for the advantage: 0 unless the episode ended by itself.
+
+    Upstream scores a model that was stopped for too many steps in its last turn as if nothing had happened; here it
+    earns nothing.
+    """
+    if kind not in ("official", "strict", "per_turn"):
+        raise ValueError(f"reward {kind!r}: choose one of official, strict, per_turn")
+    if reward is None or finish != "done":
+        return 0.0
+    if kind == "per_turn":
+        return sum(reward.per_turn) / max(len(reward.per_turn), 1)
+    return getattr(reward, kind)
+
+
+def score(task, calls_per_turn):
+    """Scores the calls of each user turn. Never raises."""
+    try:
+        differences, meddled = _judge(task, calls_per_turn)
+        turns = len(task.ground_truth)
+        # A turn without ground truth counts as passed if it was reached and no call in it changed the state.
+        per_turn = [t < len(calls_per_turn) and t not in differences and t not in meddled for t in range(turns)]
+        complete = len(calls_per_turn) == turns
+        official = complete and not differences
+        return Reward(float(official), float(official and not meddled), per_turn, None if complete else "turns")
+    except Exception as e:  # noqa: BLE001 - one trajectory must not end a run; the caller sees and counts the error
+        return Reward(per_turn=[False] * len(task.ground_truth), error=f"{type(e).__name__}: {e}"[:200])
+
+
+def first_difference(task, calls_per_turn):
+    """The first turn that fails the official check: {"turn", "kind", "text"}, or {} if none does.
+
+    kind is "no_call", "state", "response" or "turns" (fewer or more user turns than the task has).
+    """
+    differences, _ = _judge(task, calls_per_turn)
+    if differences:
+        turn, (kind, text) = min(differences.items())
+        return {"turn": turn, "kind": kind, "text": text}
+    turns, reached = len(task.ground_truth), len(calls_per_turn)
+    if reached != turns:
+        return {"turn": min(reached, turns), "kind": "turns", "text": f"{reached} user turns instead of {turns}"}
+    return {}
+
+
+def _judge(task, calls_per_turn):
+    """({turn: (kind, text)} of the failing turns, {empty turns in which a call changed the state})."""
+    simulators, names = make_simulators(task), task.names
+    results, differences, meddled = [], {}, set()  # results: of all turns so far
+    for turn, (calls, (expected, state)) in enumerate(zip(calls_per_turn, _ground_truth(task))):
+        if not task.ground_truth[turn]:
+            before = _public(simulators)
+            for call in calls:
+                results.append(execute(simulators, call, names))
+                if turn not in meddled and _changed(before, simulators):
+                    meddled.add(turn)
+            continue
+        results += [execute(simulators, call, names) for call in calls]
+        if not calls:
+            differences[turn] = ("no_call", f"no call; expected {len(task.ground_truth[turn])}")
+        elif not (found := state_checker(simulators, state))["valid"]:
+            differences[turn] = ("state", _describe(found["details"]["differences"]))
+        elif not (found := response_checker(results, expected, turn))["valid"]:
+            missing = found["details"]["missing_items"]
+            differences[turn] = ("response", f"{len(missing)} expected results are missing, first {missing[0][:200]}")
+    return differences, meddled
+
+
+_ground_truth_cache = {}  # task id -> (ground truth, short for: [(results of the turn, simulators after it)])
+
+
+def _ground_truth(task):
+    cached = _ground_truth_cache.get(task.id)
+    if cached is None or cached[0] is not task.ground_truth:
+        simulators, turns = make_simulators(task), []
+        for calls in task.ground_truth:
+            results = [execute(simulators, call, task.names) for call in calls]
+            turns.append((results, copy.deepcopy(simulators) if calls else None))
+        if len(_ground_truth_cache) >= 1000:  # all 800 tasks fit (about 100 MB with long_context)
+            _ground_truth_cache.clear()
+        cached = _ground_truth_cache[task.id] = (task.ground_truth, turns)
+    return cached[1]
+
+
+def _public(simulators):
+    """A copy of all public attributes; None for directories that are too deep to copy."""
+    try:
+        return {name: copy.deepcopy({key: value for key, value in vars(simulator).items() if not key.startswith("_")})
+                for name, simulator in simulators.items()}
+    except RecursionError:
+        return None
+
+
+def _changed(before, simulators):
+    """Whether a public attribute differs. Directories too deep or too large to compare count as changed."""
+    if before is None or "GorillaFileSystem" in simulators and not tree_fits(simulators["GorillaFileSystem"]):
+        return True
+    try:
+        return any(getattr(simulators[name], key) != value for name, attributes in before.items()
+                   for key, value in attributes.items())
+    except RecursionError:
+        return True
+
+
+def _describe(differences):
+    """Attribute names, and the two values where they are short; never a whole state (trees may be cyclic)."""
+    parts = []
+    for key, sides in differences.items():
+        found, expected = sides["model"], sides["ground_truth"]
+        plain = all(isinstance(value, (str, float, type(None))) or isinstance(value, int) and abs(value) < 1e18
+                    for value in (found, expected))
+        parts.append(f"{key} is {str(found)[:80]!r}, expected {str(expected)[:80]!r}" if plain else f"{key} differs")
+    return "; ".join(parts)[:400]
+
+
+# --- structure of a message ------------------------------------------------------------------------------------------
+
+_TAGS = re.compile(r"</?tool_call>|</?tool_response>|</?tools>|</?think>|<\|[a-z_]{1,32}\|>")
+_BLOCK = re.compile(r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>", re.DOTALL)
+_END = re.compile(r"<\|(?:im_end|endoftext)\|>$")
+
+
+def structure(text, finish_reason="stop"):
+    """The paper's state of one message: "call", "response", "polluted" or "collapsed". First rule that holds:
+
+    A thinking block at the start is set aside: up to the last </think>, if there is no other tag in it but one <think>
+    at its start (which is missing where the chat template has written it). Then one end token at the end is.
+
+    1. collapsed: nothing is left but tool-call tags, end tokens and white space.
+    >>> structure("<tool_call><|im_end|>"), structure("<|im_end|>"), structure("<think>\\n\\n</think>\\n\\n<|im_end|>")
+    ('collapsed', 'collapsed', 'collapsed')
+
+    2. polluted: cut by length (a message without an end is not healthy, however it looks).
+    >>> structure("I will now move the", "length")
+    'polluted'
+
+    3. call: at least one complete <tool_call> block, each with valid JSON (a name and an arguments object; whether the
+    function and its parameters exist isn't judged), and no tag or control token anywhere else. Plain text may stand
+    before, between or after the blocks.
+    >>> structure('<tool_call>\\n{"name": "ls", "arguments": {}}\\n</tool_call><|im_end|>')
+    'call'
+
+    4. response: some text and no tag or control token at all.
+    >>> structure("Done.<|im_end|>")
+    'response'
+
+    5. polluted: everything else. A missing or extra tag, bad JSON, an end token inside a call, a second end token,
+    <think> inserted later, a <tool_response> of the model's own.
+    >>> structure('<tool_call>\\n{"name": "ls", <|im_end|>'), structure("Done.</tool_call><|im_end|>")
+    ('polluted', 'polluted')
+    """
+    head, think_end, body = text.rpartition("</think>")
+    tags = _TAGS.findall(head)
+    if think_end and (not tags or tags == ["<think>"] and head.lstrip().startswith("<think>")):
+        text = body
+    text = _END.sub("", text.rstrip())
+    if not re.sub(r"</?tool_call>|<\|im_end\|>|<\|endoftext\|>|\s", "", text):
+        return "collapsed"
+    if finish_reason == "length":
+        return "polluted"
+    calls, errors = parse_calls(text)
+    if errors or _TAGS.search(_BLOCK.sub("", text)) or any(len(_TAGS.findall(b)) > 2 for b in _BLOCK.findall(text)):
+        return "polluted"
+    return "call" if calls else "response"
+
+
+# --- intervals -------------------------------------------------------------------------------------------------------
+
+def wilson(successes, n):
+    """95 % interval of a proportion. For one category; for pooled categories see bootstrap.
+
+    >>> tuple(round(x, 3) for x in wilson(8, 10))
+    (0.49, 0.943)
+    """
+    if n == 0:
+        return 0.0, 1.0
+    z, p = 1.959964, successes / n
+    centre, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+def bootstrap(values_by_index, seed=0, n=2000):
+    """95 % interval of the mean over all values, resampling task indices.
+
+    The four categories are the same 200 stories: their results are not independent, so whole indices are drawn.
+    """
+    if not values_by_index:
+        return math.nan, math.nan
+    sums, counts = np.array([(sum(values), len(values)) for values in values_by_index.values()], dtype=float).T
+    draws = np.random.default_rng(seed).integers(len(sums), size=(n, len(sums)))  # [n, indices]
+    low, high = np.percentile(sums[draws].sum(1) / counts[draws].sum(1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def main():
+    print("category      official strict  early trick: official strict  ms/score")
+    for category in CATEGORIES:
+        tasks = load_tasks("all", [category])
+        start = time.perf_counter()
+        rewards = [score(task, task.ground_truth) for task in tasks]
+        milliseconds = 1000 * (time.perf_counter() - start) / len(tasks)
+        tricks = [score(task, early_calls(task)) for task in tasks if [] in task.ground_truth[:-1]]
+        print(f"{category:<14}{sum(r.official for r in rewards):>8.0f}{sum(r.strict for r in rewards):>7.0f}"
+              f"{sum(r.official for r in tricks):>14.0f} of {len(tricks):<4}{sum(r.strict for r in tricks):>5.0f}"
+              f"{milliseconds:>12.2f}")
+
+
+def early_calls(task):
+    """The trick of point 2: in the turn that asks for nothing, make the next turn's calls; then only read."""
+    calls = [list(turn) for turn in task.ground_truth]
+    empty = calls.index([])
+    read = next(Call(doc["name"], {}) for doc in task.tools if not doc["parameters"]["required"]
+                and doc["name"].startswith(("get_", "pwd", "ls", "view_", "list_")))
+    calls[empty], calls[empty + 1] = calls[empty + 1], [read]
+    return calls
+
+
+if __name__ == "__main__":
+    main()
