@@ -132,7 +132,7 @@ def _ground_truth(task):
         for calls in task.ground_truth:
             results = [execute(simulators, call, task.names) for call in calls]
             turns.append((results, copy.deepcopy(simulators) if calls else None))
-        if len(_ground_truth_cache) >= 1000:  # all 800 tasks fit (about 100 MB with long_context)
+        if len(_ground_truth_cache) >= 1000:  # all 800 tasks take 30 MB
             _ground_truth_cache.clear()
         cached = _ground_truth_cache[task.id] = (task.ground_truth, turns)
     return cached[1]
