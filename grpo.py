@@ -1,0 +1,650 @@
+"""GRPO on multi-turn trajectories: group advantages, shared-prefix packed forward, loss, update.
+
+The algorithm (paper, section 2 of its recipe), in the order of the code:
+ 1. play n episodes of each of `prompts` tasks (rollout.py) and score them (reward.py)
+ 2. advantage = (reward - group mean) / group std, one number per trajectory                      group_advantages
+ 3. form mini-batches of whole groups, drop the groups whose rewards are all equal                update
+ 4. pack what is left into rows that share prompts, log-probabilities at trained positions only   pack, packed_logprobs
+ 5. clipped ratio with dual clip + k3 KL to the reference, mean over trained tokens               policy_loss
+ 6. AdamW on fp32 weights; push the weights to the engine
+
+Deviations from the paper:
+ 1. A group of equal rewards is dropped before the forward and leaves the denominator; the paper keeps its KL term.
+ 2. The loss of a mini-batch is divided by its trained tokens, whatever the rows and ranks; the released code re-weights
+    micro-batches by their number of sequences, so that its gradient depends on how the batch was cut.
+ 3. Old log-probabilities are taken at the ids that were sampled (see rollout.py), not at re-tokenised text.
+ 4. A trajectory lost to an infrastructure failure is left out of its group instead of counting as a failure.
+
+    python grpo.py --model DIR --steps 10 --prompts 8 --n 8 --mini_batch 8      # GRPO alone; interleave.py is the experiment
+"""
+import collections
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+
+# Before torch: it sets what OpenMP and vLLM read when they are imported.
+from rollout import (find_model, load_model, load_tokenizer, make_engine, parse_flags, print_trajectory, rollout,
+                     trajectory_record)
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import env_bfcl
+import reward as rw
+from env_bfcl import BFCLEnv
+
+HEAD_CHUNK = 1024       # trained positions whose [chunk, vocabulary] logits exist at a time
+MIN_SHARED = 64         # a common prefix shorter than this is not worth a segment of its own
+
+
+@dataclass
+class GRPOConfig:
+    model: str = field(default="", metadata={"help": "a Hugging Face directory, a .gguf file or a hub id"})
+    out: str = field(default="runs/grpo", metadata={"help": "folder of metrics.jsonl, checkpoints, trajectories"})
+    seed: int = field(default=42, metadata={"help": "seed of sampling, task order and shuffles (not of the data split)"})
+    # the batch
+    steps: int = field(default=300, metadata={"help": "GRPO steps (python grpo.py only; interleave.py has --rounds)"})
+    prompts: int = field(default=60, metadata={"help": "tasks a step"})
+    n: int = field(default=8, metadata={"help": "episodes per task"})
+    mini_batch: int = field(default=20, metadata={"help": "tasks per update"})
+    categories: str = field(default="base,miss_func,miss_param", metadata={"help": "training categories, comma-separated"})
+    train_tasks: int = field(default=0, metadata={"help": "train on the N tasks with the shortest prompts only; 0 = all"})
+    skip_defective: bool = field(default=False, metadata={"help": "leave out the tasks whose ground truth cannot be met"})
+    short_docs: bool = field(default=False, metadata={"help": "tool docs without their 'response' part"})
+    # the objective
+    reward: str = field(default="official", metadata={"help": "official (0/1), strict (0/1), per_turn (share of turns)"})
+    lr: float = field(default=1e-6, metadata={"help": "learning rate after the warm-up, constant"})
+    warmup: int = field(default=10, metadata={"help": "steps of linear warm-up"})
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's"})
+    clip_norm: float = field(default=1.0, metadata={"help": "gradient norm"})
+    clip_low: float = field(default=0.2, metadata={"help": "the ratio is clipped below 1 - this"})
+    clip_high: float = field(default=0.2, metadata={"help": "the ratio is clipped above 1 + this"})
+    dual_clip: float = field(default=3.0, metadata={"help": "a negative advantage counts at most this many times"})
+    kl_coef: float = field(default=1e-4, metadata={"help": "weight of the k3 KL to the reference; 0 = no reference"})
+    tis: float = field(default=0.0, metadata={"help": "cap of the trainer/engine importance weight per token; 0 = off"})
+    # sampling
+    temperature: float = field(default=1.0, metadata={"help": "of sampling, and of the log-probabilities in the loss"})
+    top_p: float = field(default=1.0, metadata={"help": "must be 1: the loss needs the distribution that was sampled"})
+    think: bool = field(default=False, metadata={"help": "let a hybrid model (Qwen3) think"})
+    decode_feedback: str = field(default="error", metadata={"help": "answer to an undecodable call: none, short or error"})
+    max_prompt: int = field(default=8192, metadata={"help": "tokens"})
+    max_response: int = field(default=8192, metadata={"help": "tokens of a whole trajectory after its prompt"})
+    max_action: int = field(default=2048, metadata={"help": "tokens of one message"})
+    max_observation: int = field(default=1024, metadata={"help": "tokens of one answer of the environment"})
+    max_generations: int = field(default=30, metadata={"help": "messages per trajectory"})
+    # the machine
+    engine: str = field(default="auto", metadata={"help": "vllm, hf or auto"})
+    kv_gib: float = field(default=16.0, metadata={"help": "GiB of keys and values in vLLM"})
+    sleep: bool = field(default=False, metadata={"help": "vLLM gives its memory back during the update (small cards)"})
+    tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward: less memory, more rows"})
+    checkpointing: bool = field(default=True, metadata={"help": "recompute activations in the backward"})
+    save_rollouts: bool = field(default=True, metadata={"help": "write each step's trajectories to OUT/rollouts/"})
+
+
+# --- ALGO: advantages and loss ----------------------------------------------------------------------------------------
+
+def group_advantages(rewards):
+    """rewards [G, n] -> (reward - mean) / (std + 1e-6) of each row, unbiased std; exact zeros for a row of equal rewards.
+
+    >>> group_advantages(torch.tensor([[1., 0., 0., 1.], [.3, .3, .3, .3]])).round(decimals=3).tolist()
+    [[0.866, -0.866, -0.866, 0.866], [0.0, 0.0, 0.0, 0.0]]
+    """
+    if rewards.shape[1] < 2:
+        return torch.zeros_like(rewards)
+    adv = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)     # [G, n]
+    # Equal floats have a std of rounding error, and dividing by it makes noise of size 1 (tiny-grpo's fault).
+    flat = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True) < 1e-6                 # [G, 1]
+    return adv.masked_fill(flat, 0.0)
+
+
+def policy_loss(logp, old_logp, adv, ref_logp=None, *, clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=1e-4, weight=None):
+    """The loss of some trained tokens, summed: (scalar, dict of detached sums). All inputs are [K].
+
+    PPO's clipped ratio, dual clip (arXiv 1912.09729) and the k3 estimator of KL(policy || reference)
+    (joschu.net/blog/kl-approx.html) with verl's clamps, as in the paper. `weight` multiplies the policy term (TIS, LUFFY)."""
+    # ALGO
+    ratio = torch.exp((logp - old_logp).clamp(-20, 20))                             # [K]
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)                              # [K]
+    loss = torch.maximum(-adv * ratio, -adv * clipped)                              # [K]
+    loss = torch.where(adv < 0, torch.minimum(loss, -adv * dual_clip), loss)        # [K]
+    if weight is not None:
+        loss = loss * weight
+    kl = torch.zeros_like(logp)
+    if ref_logp is not None:
+        d = (ref_logp - logp).clamp(-20, 20)
+        kl = (d.exp() - d - 1).clamp(max=10)                                        # [K]
+    total = (loss + kl_coef * kl).sum()
+    off = ((ratio > 1 + clip_high) & (adv > 0)) | ((ratio < 1 - clip_low) & (adv < 0))
+    return total, {"pg": loss.detach().sum(), "kl": kl.detach().sum(), "clipped": off.sum(), "ratio": ratio.detach().sum()}
+
+
+# --- packing: a row is a forest of prompts and the trajectories that continue them --------------------------------------
+
+@dataclass
+class Row:
+    """One packed forward. A segment attends to the segments on its path (its ancestors) and causally to itself."""
+    ids: torch.Tensor           # [T]
+    positions: torch.Tensor     # [T] each segment's continue its parent's
+    segments: list              # [(start, end, path)], path = ((start, end), ...) of its ancestors, root first
+    trained: list               # K pairs (trajectory, position in its ids)
+    source: torch.Tensor        # [K] the place in the row whose hidden state predicts that token
+    target: torch.Tensor        # [K] that token
+
+    def to(self, device):
+        return dataclasses.replace(self, **{k: getattr(self, k).to(device) for k in ("ids", "positions", "source", "target")})
+
+
+def _common(a, b):
+    """Length of the common prefix of two id sequences."""
+    lo, hi = 0, min(len(a), len(b))
+    while lo < hi:      # bisection over slice comparisons: C speed
+        mid = (lo + hi + 1) // 2
+        lo, hi = (mid, hi) if a[lo:mid] == b[lo:mid] else (lo, mid - 1)
+    return lo
+
+
+def pack(trajectories, tokens_per_row=32768):
+    """Trajectories -> rows of at most `tokens_per_row` tokens (a longer single one gets a row of its own).
+
+    Prompts that begin alike (the tools' docs) and trajectories with the same prompt (a group) share those tokens, so a row
+    of one group costs one prompt and n continuations. What follows the last trained token is left out. Any object with
+    ids, mask and prompt_len will do; those without a trained token are skipped.
+
+    >>> from types import SimpleNamespace as T
+    >>> row, = pack([T(ids=[1, 2, 3, 4], mask=[0, 0, 1, 1], prompt_len=2), T(ids=[1, 2, 5], mask=[0, 0, 1], prompt_len=2)])
+    >>> row.ids.tolist(), row.positions.tolist(), row.trained, row.source.tolist(), row.target.tolist()
+    ([1, 2, 3], [0, 1, 2], [(0, 2), (0, 3), (1, 2)], [1, 2, 1], [3, 4, 5])
+    """
+    members, rows, room, last = [], [], 0, None
+    order = sorted((i for i, t in enumerate(trajectories) if any(t.mask)), key=lambda i: trajectories[i].ids[: trajectories[i].prompt_len])
+    for i in order:
+        t = trajectories[i]
+        prompt = t.ids[: t.prompt_len]
+        new = len(t.ids) - (_common(last, prompt) if members else 0)     # sorted: no earlier one shares more than the last
+        if members and new > room:
+            rows.append(_build_row(trajectories, members))
+            members, new = [], len(t.ids)
+        if not members:
+            room = tokens_per_row
+        members.append(i)
+        room -= new
+        last = prompt
+    return rows + ([_build_row(trajectories, members)] if members else [])
+
+
+def _build_row(trajectories, members):
+    ids, positions, segments, trained, source, target = [], [], [], [], [], []
+
+    def add(tokens, path, first):
+        """Append a segment below `path` whose first token has position `first`; returns the path of its children."""
+        if not tokens:
+            return path
+        start = len(ids)
+        ids.extend(tokens)
+        positions.extend(range(first, first + len(tokens)))
+        segments.append((start, len(ids), path))
+        return path + ((start, len(ids)),)
+
+    def grow(prompts, start, path):
+        """Place sorted, distinct prompts [(prompt, members)] that are equal up to `start` and lie below `path`."""
+        shared = _common(prompts[0][0], prompts[-1][0])
+        if len(prompts) > 1:
+            if shared - start >= MIN_SHARED:
+                path, start = add(prompts[0][0][start:shared], path, start), shared
+            # Parts share MIN_SHARED more tokens or are single, so the recursion ends.
+            for _, part in itertools.groupby(prompts, key=lambda p: p[0][start: start + MIN_SHARED]):
+                grow(list(part), start, path)
+            return
+        (prompt, here), = prompts
+        path = add(prompt[start:], path, start)
+        for i in here:
+            t, p0 = trajectories[i], trajectories[i].prompt_len
+            where = [p for p, m in enumerate(t.mask) if m]
+            body = add(t.ids[p0: where[-1]], path, p0)     # the last trained token is predicted, never read
+            for p in where:
+                trained.append((i, p))
+                source.append(path[-1][1] - 1 if p == p0 else body[-1][0] + p - 1 - p0)
+                target.append(t.ids[p])
+
+    by_prompt = {}
+    for i in members:
+        by_prompt.setdefault(tuple(trajectories[i].ids[: trajectories[i].prompt_len]), []).append(i)
+    grow(sorted(by_prompt.items()), 0, ())
+    tensor = lambda x: torch.tensor(x, dtype=torch.long)
+    return Row(tensor(ids), tensor(positions), segments, trained, tensor(source), tensor(target))
+
+
+def _tree_attention(module, query, key, value, attention_mask, scaling=None, segments=None, layout=None, **kwargs):
+    """query [1, H, T, D], key and value [1, Hkv, T, D] of a packed row -> [1, T, H, D]."""
+    query, key = query.to(value.dtype), key.to(value.dtype)     # autocast leaves the rotary embedding's results in fp32
+    if layout is not None:
+        gather, cu_q, cu_k, max_q, max_k = layout
+        q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1)[gather], value[0].transpose(0, 1)[gather]
+        return _varlen()(q.contiguous(), k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(-1, 0))[None], None
+    out = []
+    for start, end, path in segments:       # one call per segment: half the time of one call with a T x T mask
+        k, v = (torch.cat([x[:, :, a:b] for a, b in path + ((start, end),)], 2) for x in (key, value))
+        mask = torch.ones(end - start, k.shape[2], dtype=torch.bool, device=k.device).tril(k.shape[2] - (end - start)) if path else None
+        out.append(F.scaled_dot_product_attention(query[:, :, start:end], k, v, mask, is_causal=not path, scale=scaling, enable_gqa=True))
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+@functools.cache
+def _varlen():
+    from torch.nn.attention.varlen import varlen_attn
+    needs_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters     # torch 2.11 groups KV heads without asking
+    return functools.partial(varlen_attn, enable_gqa=True) if needs_flag else varlen_attn
+
+
+def _layout(row, device):
+    """For CUDA: each segment's keys gathered behind each other; window (-1, 0) is causal from the bottom right."""
+    gather = torch.cat([torch.arange(a, b) for start, end, path in row.segments for a, b in path + ((start, end),)])
+    q = torch.tensor([0] + [end - start for start, end, _ in row.segments])
+    k = torch.tensor([0] + [sum(b - a for a, b in path) + end - start for start, end, path in row.segments])
+    cumulative = lambda x: x.cumsum(0).to(device, torch.int32)
+    return gather.to(device), cumulative(q), cumulative(k), int(q.max()), int(k.max())
+
+
+ALL_ATTENTION_FUNCTIONS.register("tree", _tree_attention)
+
+
+def _head(hidden, weight, target, temperature, watch):
+    """hidden [c, D] -> logp of target [c], entropy [c], whether target is the likeliest [c], p of the `watch` ids [c, W]."""
+    logits = (hidden @ weight.T.to(hidden.dtype)).float() / temperature         # [c, V]
+    lse = logits.logsumexp(-1)                                                  # [c]
+    chosen = logits.gather(1, target[:, None])[:, 0]                            # [c]
+    with torch.no_grad():
+        likeliest = chosen >= logits.amax(-1)
+        p = (logits - lse[:, None]).exp_()                                      # [c, V]
+        watched = p[:, watch or []]
+        entropy = lse - p.mul_(logits).sum(-1)
+    return chosen - lse, entropy, likeliest, watched
+
+
+def packed_logprobs(model, row, temperature=1.0, watch=None):
+    """(logp [K], entropy [K]) at the row's trained positions, in the order of row.trained. With `watch` (a list of ids) also
+    whether the token is the likeliest one [K] and the probabilities of those ids there [K, len(watch)]. The head runs on those positions only, in checkpointed chunks:
+    [T, vocabulary] never exists, and a plain loop over chunks would keep every chunk for the backward (NeMo-RL#4222)."""
+    device = next(model.parameters()).device
+    row = row.to(device)
+    if model.config._attn_implementation != "tree":
+        model.set_attn_implementation("tree")
+    layout = _layout(row, device) if device.type == "cuda" and (torch.is_autocast_enabled("cuda") or model.dtype != torch.float32) else None
+    hidden = model.model(input_ids=row.ids[None], position_ids=row.positions[None], attention_mask={"full_attention": None},
+                         use_cache=False, segments=row.segments, layout=layout).last_hidden_state[0]      # [T, D]
+    hidden, weight = hidden[row.source], model.lm_head.weight                                             # [K, D]
+    many = torch.is_grad_enabled() and len(row.target) > HEAD_CHUNK     # a single chunk needs no recomputation
+    head = functools.partial(checkpoint, _head, use_reentrant=False) if many else _head
+    parts = [head(h, weight, t, temperature, watch) for h, t in zip(hidden.split(HEAD_CHUNK), row.target.split(HEAD_CHUNK))]
+    logp, entropy, likeliest, watched = (torch.cat(x) for x in zip(*parts))
+    return (logp, entropy) if watch is None else (logp, entropy, likeliest, watched)
+
+
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Learner:
+    """What training changes. fp32 weights: a learning rate of 1e-6 vanishes in bf16."""
+    model: torch.nn.Module
+    accelerator: Accelerator
+    optimizer: torch.optim.Optimizer = None
+    reference: torch.nn.Module = None       # frozen; None without KL
+    skipped: int = 0                        # updates in a row that were not finite
+
+    def autocast(self):
+        """bf16 on CUDA. Open it around several rows: the weights are then cast once, not once per row."""
+        return torch.autocast("cuda", torch.bfloat16) if self.model.device.type == "cuda" else contextlib.nullcontext()
+
+
+def make_learner(path, checkpointing=True):
+    accelerator = Accelerator()
+    model = load_model(path, torch.float32, accelerator.device).train()
+    model.set_attn_implementation("tree")
+    if checkpointing and accelerator.device.type == "cuda":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Learner(model, accelerator)
+
+
+def set_optimizer(learner, lr, betas=(0.9, 0.999), weight_decay=0.01):
+    """A new AdamW: the paper starts each phase with an empty one."""
+    fused = learner.model.device.type == "cuda"
+    learner.optimizer = torch.optim.AdamW(learner.model.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
+
+
+def set_reference(learner, path):
+    """The weights in `path` as the frozen KL reference, in the policy's own precision: KL at the start is exactly 0."""
+    learner.reference = load_model(path, torch.float32, learner.model.device).eval().requires_grad_(False)
+    learner.reference.set_attn_implementation("tree")
+
+
+def across_ranks(learner, sums):
+    """Sum a dict of numbers over the processes."""
+    keys = sorted(sums)
+    values = torch.tensor([float(sums[k]) for k in keys], dtype=torch.float64 if learner.model.device.type == "cpu" else torch.float32)
+    return dict(zip(keys, learner.accelerator.reduce(values.to(learner.model.device), "sum").tolist()))
+
+
+def optimizer_step(learner, clip_norm, names=()):
+    """Sum the gradient over the ranks, clip, step. A gradient that is not finite changes nothing and is counted; the third
+    in a row stops the run and says which trajectories (`names`) were in it. Returns (gradient norm, stepped)."""
+    params = [p for p in learner.model.parameters() if p.requires_grad]
+    if learner.accelerator.num_processes > 1:
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.distributed.all_reduce(p.grad)
+    norm = float(torch.nn.utils.clip_grad_norm_(params, clip_norm))
+    if finite := math.isfinite(norm):
+        learner.optimizer.step()
+    learner.optimizer.zero_grad(set_to_none=True)
+    learner.skipped = 0 if finite else learner.skipped + 1
+    if learner.skipped >= 3:
+        raise FloatingPointError(f"three gradients in a row were not finite; the last came from {', '.join(sorted(set(names)))}")
+    return norm, finite
+
+
+# --- one update -------------------------------------------------------------------------------------------------------
+
+def watch_ids(tokenizer):
+    """name -> id of the control tokens that are single tokens in this vocabulary."""
+    names = ["<tool_call>", "</tool_call>", "<|im_end|>", '{"', "<think>"]
+    ids = {n: tokenizer(n, add_special_tokens=False).input_ids for n in names}
+    return {n: i[0] for n, i in ids.items() if len(i) == 1}
+
+
+def protocol_slots(row, trajectories, watch):
+    """Where the protocol is decided: {"first": [K] bool, the first token of a message; "after_open": after '<tool_call>\\n'}."""
+    opening, first, after = watch.get("<tool_call>"), [], []
+    for i, p in row.trained:
+        t = trajectories[i]
+        first.append(not t.mask[p - 1])
+        after.append(p > 1 and t.mask[p - 2] == 1 and t.ids[p - 2] == opening and t.mask[p - 1] == 1)
+    return {"first": torch.tensor(first), "after_open": torch.tensor(after)}
+
+
+def row_logprobs(learner, model, rows, temperature):
+    """logp [K] of each row without gradient."""
+    with torch.no_grad(), learner.autocast():
+        return [packed_logprobs(model, row, temperature)[0] for row in rows]
+
+
+def update(learner, trajectories, adv, config, watch=None, progress=False):
+    """The updates of one GRPO step: adv[i] belongs to trajectories[i]. Returns the step's metrics.
+
+    Mini-batches of `config.mini_batch` groups; in each, groups whose advantages are all 0 are dropped, the rest packed;
+    the loss is divided by the trained tokens that are left, over all ranks. A mini-batch without any is skipped: weights
+    and optimizer state stay bit for bit as they were. Old log-probabilities are those before the step's first update."""
+    groups = collections.defaultdict(list)
+    for t, a in zip(trajectories, adv):
+        groups[t.group].append((t, float(a)))
+    size = max(config.mini_batch // learner.accelerator.num_processes, 1)
+    batches = [list(groups.values())[k: k + size] for k in range(0, len(groups), size)]
+    kept = [[(t, a) for g in batch if any(a for _, a in g) for t, a in g] for batch in batches]
+    packed = [pack([t for t, _ in pairs], config.tokens_per_row) for pairs in kept]
+    # Before the first update the current policy is the old one; only later mini-batches need their own forward.
+    old = [None] + [row_logprobs(learner, learner.model, rows, config.temperature) for rows in packed[1:]]
+    sums, norms, updates = collections.Counter(), [], 0
+    bar = tqdm(total=sum(map(len, packed)), desc="update", leave=False, disable=not progress, dynamic_ncols=True)
+    for pairs, rows, old_logps in zip(kept, packed, old):
+        count = across_ranks(learner, {"tokens": sum(len(r.trained) for r in rows)})["tokens"]
+        if not count:
+            continue
+        with learner.autocast():
+            for k, row in enumerate(rows):
+                loss, more = _row_loss(learner, row, pairs, old_logps and old_logps[k], config, watch)
+                (loss / count).backward()
+                sums.update(more)
+                bar.update()
+        norm, stepped = optimizer_step(learner, config.clip_norm, [t.task_id for t, _ in pairs])
+        norms.append(norm)
+        updates += stepped
+    bar.close()
+    sums.update({"groups": len(groups), "kept": sum(any(a for _, a in g) for g in groups.values()),
+                 "row_tokens": sum(len(r.ids) for rows in packed for r in rows), "rows": sum(map(len, packed)),
+                 "plain_tokens": sum(len(t.ids) for pairs in kept for t, _ in pairs)})
+    sums = across_ranks(learner, {k: sums[k] for k in SUMS + [s for w in watch or () for s in _slot_names(w)]})
+    return _update_metrics(sums, norms, updates, watch)
+
+
+SUMS = ["tokens", "pg", "kl", "clipped", "ratio", "entropy", "gap", "groups", "kept", "row_tokens", "rows", "plain_tokens", "slot/first",
+        "slot/after_open"]
+
+
+def _slot_names(name):
+    return [f"control/{slot}/{name}" for slot in ("first", "after_open")]
+
+
+def _row_loss(learner, row, pairs, old_logp, config, watch):
+    """(loss summed over the row's tokens, sums for the metrics)."""
+    device = learner.model.device
+    logp, entropy, _, watched = packed_logprobs(learner.model, row, config.temperature, list((watch or {}).values()))     # [K]
+    old_logp = logp.detach() if old_logp is None else old_logp
+    ref_logp = None
+    if config.kl_coef and learner.reference is not None:
+        with torch.no_grad():
+            ref_logp = packed_logprobs(learner.reference, row, config.temperature)[0]
+    adv = torch.tensor([pairs[i][1] for i, _ in row.trained], device=device)                                            # [K]
+    engine_logp = torch.tensor([pairs[i][0].logp[p] for i, p in row.trained], device=device)                            # [K]
+    weight = torch.exp((old_logp - engine_logp).clamp(-20, 20)).clamp(max=config.tis) if config.tis else None
+    loss, sums = policy_loss(logp, old_logp, adv, ref_logp, clip_low=config.clip_low, clip_high=config.clip_high,
+                             dual_clip=config.dual_clip, kl_coef=config.kl_coef, weight=weight)
+    sums = {k: float(v) for k, v in sums.items()}
+    gap = (old_logp - engine_logp).abs()
+    sums |= {"tokens": len(row.trained), "entropy": float(entropy.sum()), "gap": float(gap.sum())}
+    for slot, here in protocol_slots(row, [t for t, _ in pairs], watch or {}).items():
+        sums[f"slot/{slot}"] = int(here.sum())
+        for name, mass in zip(watch or (), watched[here.to(device)].sum(0).tolist()):
+            sums[f"control/{slot}/{name}"] = mass
+    return loss, sums
+
+
+def _update_metrics(sums, norms, updates, watch):
+    tokens = max(sums["tokens"], 1)
+    metrics = {"updates": updates, "updates_skipped": len(norms) - updates, "grad_norm": sum(norms) / len(norms) if norms else 0.0,
+               "groups_kept": int(sums["kept"]), "groups_flat": int(sums["groups"] - sums["kept"]), "trained_tokens": int(sums["tokens"]),
+               "rows": int(sums["rows"]), "row_tokens": int(sums["row_tokens"]), "tokens_saved": 1 - sums["row_tokens"] / max(sums["plain_tokens"], 1)}
+    for name, key in (("pg_loss", "pg"), ("kl", "kl"), ("clip_share", "clipped"), ("ratio", "ratio"), ("entropy", "entropy"), ("engine_gap", "gap")):
+        metrics[name] = sums[key] / tokens
+    for slot in ("first", "after_open"):
+        for name in watch or ():
+            metrics[f"control/{slot}/{name}"] = sums[f"control/{slot}/{name}"] / max(sums[f"slot/{slot}"], 1)
+    return metrics
+
+
+# --- one step ---------------------------------------------------------------------------------------------------------
+
+def task_order(n_tasks, per_step, step, seed):
+    """Indices of step `step`'s tasks: shuffled epochs laid end to end, a pure function of its arguments (so a resumed run
+    sees what the undisturbed one sees). No task twice in a step as long as per_step divides n_tasks."""
+    epoch = functools.cache(lambda e: random.Random(f"{seed}/{e}").sample(range(n_tasks), n_tasks))
+    return [epoch(k // n_tasks)[k % n_tasks] for k in range(step * per_step, (step + 1) * per_step)]
+
+
+def play(learner, engine, tokenizer, tasks, step, config, make_env=BFCLEnv):
+    """n episodes of each task of this rank's share -> (trajectories, adv, stats); adv[i] is 0 where infra_error is set."""
+    rank, world = learner.accelerator.process_index, learner.accelerator.num_processes
+    share = tasks[rank::world]
+    engine.temperature = config.temperature
+    engine.seed = random.Random(f"{config.seed}/{step}/{rank}").randrange(2**31)
+    stats = {}
+    start = time.perf_counter()
+    envs = [make_env(t, decode_feedback=config.decode_feedback) for t in share for _ in range(config.n)]
+    trajectories = rollout(
+        engine, tokenizer, envs, groups=[g for g in range(len(share)) for _ in range(config.n)], max_generations=config.max_generations,
+        max_prompt=config.max_prompt, max_response=config.max_response, max_action=config.max_action,
+        max_observation=config.max_observation, think=config.think, stats=stats, desc="rollout" if rank == 0 else None)
+    stats["rollout_s"] = time.perf_counter() - start
+    adv = [0.0] * len(trajectories)
+    for g in range(len(share)):
+        here = [i for i in range(g * config.n, (g + 1) * config.n) if not trajectories[i].infra_error]
+        rewards = torch.tensor([[rw.training_reward(trajectories[i].reward, trajectories[i].finish, config.reward) for i in here]])
+        for i, a in zip(here, group_advantages(rewards)[0].tolist() if here else ()):
+            adv[i] = a
+    return trajectories, adv, stats
+
+
+def rollout_metrics(learner, trajectories, config):
+    """Means over the step's trajectories on all ranks. Infrastructure failures are counted and otherwise left out."""
+    c = collections.Counter()
+    for t in trajectories:
+        if t.infra_error:
+            c["infra"] += 1
+            continue
+        c["n"] += 1
+        c["reward"] += rw.training_reward(t.reward, t.finish, config.reward)
+        for kind in ("official", "strict", "per_turn"):
+            c[f"success/{kind}"] += rw.training_reward(t.reward, t.finish, kind)
+        c[f"finish/{t.finish}"] += 1
+        c["response_tokens"] += len(t.ids) - t.prompt_len
+        c["sampled_tokens"] += sum(t.mask)
+        c["refused_calls"] += t.refused
+        c["calls"] += sum(map(len, t.calls))
+        for kind, k in t.feedback.items():
+            c[f"feedback/{kind}"] += k
+        for k, text in enumerate(t.texts):
+            c["messages"] += 1
+            c[f"structure/{rw.structure(text, 'length' if t.finish == 'length' and k == len(t.texts) - 1 else 'stop')}"] += 1
+    fixed = ["infra", "n", "reward", "success/official", "success/strict", "success/per_turn", "response_tokens", "sampled_tokens", "messages",
+             "calls", "refused_calls", "feedback/malformed"]
+    fixed += [f"finish/{f}" for f in ("done", "length", "max_steps", "max_generations", "max_response", "prompt")]
+    fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed")]
+    total = across_ranks(learner, {k: c[k] for k in fixed})
+    n, messages = max(total["n"], 1), max(total["messages"], 1)
+    return {k: int(v) if k in ("infra", "n") else v / (messages if k.startswith("structure/") else n) for k, v in total.items()}
+
+
+def checklist(learner, trajectories, config, watch):
+    """The step-0 checklist: numbers that must be right before the first update. Prints PASS or FAIL, returns a dict."""
+    groups = [t for t in trajectories if not t.infra_error and any(t.mask)][: 2 * config.n]
+    rows = pack(groups, config.tokens_per_row)
+    exact = learner.model.device.type == "cpu"
+    gaps, kls, masses, slots = [], [], [], collections.Counter()
+    with torch.no_grad(), learner.autocast():
+        for row in rows:
+            logp, _, _, watched = packed_logprobs(learner.model, row, config.temperature, list(watch.values()))
+            gaps.append(logp.cpu() - torch.tensor([groups[i].logp[p] for i, p in row.trained]))
+            if learner.reference is not None and config.kl_coef:
+                d = packed_logprobs(learner.reference, row, config.temperature)[0] - logp
+                kls.append((d.exp() - d - 1).cpu())
+            masses.append(watched[protocol_slots(row, groups, watch)["first"].to(watched.device)].cpu())
+    gap = torch.cat(gaps) if gaps else torch.zeros(1)
+    share = sum(sum(t.mask) for t in groups) / max(sum(len(t.ids) for t in groups), 1)
+    mass = dict(zip(watch, torch.cat(masses).mean(0).tolist())) if masses else {}
+    values = {"mean |engine - trainer|": (float(gap.abs().mean()), gap.abs().mean() < (1e-3 if exact else 0.03)),
+              "mean importance ratio": (float(gap.exp().mean()), abs(float(gap.exp().mean()) - 1) < (1e-3 if exact else 0.02)),
+              "trained-token share": (share, 0 < share < 1)}
+    if kls:
+        values["KL to the reference"] = (float(torch.cat(kls).mean()), float(torch.cat(kls).mean()) < 1e-6)
+    if "<|im_end|>" in mass:
+        values["P(<|im_end|>) at message start"] = (mass["<|im_end|>"], mass["<|im_end|>"] < 0.5)
+    if learner.accelerator.is_main_process:
+        tqdm.write("step-0 checklist: " + "; ".join(f"{k} {v:.3g} {'PASS' if ok else 'FAIL'}" for k, (v, ok) in values.items()))
+    return {k: {"value": v, "pass": bool(ok)} for k, (v, ok) in values.items()}
+
+
+def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, *, make_env=BFCLEnv, transform=None):
+    """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank)."""
+    watch = watch_ids(tokenizer)
+    trajectories, adv, stats = play(learner, engine, tokenizer, tasks, step, config, make_env)
+    if transform:       # signals that change a group before the update (interleave.py)
+        trajectories, adv = transform(trajectories, adv)
+    metrics = rollout_metrics(learner, trajectories, config)
+    if step_in_phase == 0:
+        metrics["checklist"] = checklist(learner, trajectories, config, watch)
+    lr = config.lr * min(1.0, (step_in_phase + 1) / max(config.warmup, 1))     # once a step, not once an update
+    for group in learner.optimizer.param_groups:
+        group["lr"] = lr
+    start = time.perf_counter()
+    metrics |= update(learner, trajectories, adv, config, watch, progress=learner.accelerator.is_main_process) | {"lr": lr}
+    stats["update_s"] = time.perf_counter() - start
+    start = time.perf_counter()
+    if metrics["updates"]:
+        engine.load_weights(learner.model.named_parameters())
+    stats["push_s"] = time.perf_counter() - start
+    return metrics | {f"time/{k}" if k.endswith("_s") else k: round(v, 4) for k, v in stats.items()}, trajectories
+
+
+def step_line(step, m):
+    """The line a user watches."""
+    kinds = "/".join(f"{100 * m['structure/' + s]:.0f}" for s in ("call", "response", "polluted", "collapsed"))
+    return (f"step {step}: reward {m['reward']:.3f} strict {m['success/strict']:.3f} | call/resp/poll/coll {kinds} | kl {m['kl']:.2e} "
+            f"entropy {m['entropy']:.3f} gap {m['engine_gap']:.1e} | kept {m['groups_kept']}/{m['groups_kept'] + m['groups_flat']} "
+            f"| rollout {m['time/rollout_s']:.1f}s update {m['time/update_s']:.1f}s push {m['time/push_s']:.2f}s")
+
+
+def check_config(config):
+    """Refuse what would only be noticed hours later; ValueError with one line."""
+    if config.top_p != 1.0:
+        raise ValueError("--top_p must be 1 in training: the loss needs the distribution that was sampled from")
+    if config.temperature <= 0:
+        raise ValueError("--temperature must be > 0 in training")
+    if config.reward not in ("official", "strict", "per_turn"):
+        raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
+    if config.decode_feedback not in ("none", "short", "error"):
+        raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
+    for name in ("prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name} must be at least 1")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if config.prompts % world or config.mini_batch % world:
+        raise ValueError(f"--prompts {config.prompts} and --mini_batch {config.mini_batch} must be multiples of the {world} processes")
+
+
+def train_tasks(config, split="train"):
+    """The tasks a run trains on: all, or the `train_tasks` with the shortest system prompts (few tools, cheap rows)."""
+    tasks = env_bfcl.load_tasks(split, tuple(config.categories.split(",")), short_docs=config.short_docs, skip_defective=config.skip_defective)
+    if config.train_tasks:
+        tasks = sorted(tasks, key=lambda t: (len(env_bfcl.system_prompt(t)), env_bfcl.system_prompt(t), t.index))[: config.train_tasks]
+    return tasks
+
+
+def save_rollouts(out, step, rank, trajectories, tasks_by_id):
+    os.makedirs(os.path.join(out, "rollouts"), exist_ok=True)
+    with open(os.path.join(out, "rollouts", f"{step:06d}.{rank}.jsonl"), "w", encoding="utf-8") as f:
+        for t in trajectories:
+            f.write(json.dumps(trajectory_record(t, tasks_by_id[t.task_id])) + "\n")
+
+
+def main():
+    config = parse_flags(GRPOConfig, description=__doc__.split("\n")[0])
+    try:
+        check_config(config)
+        tasks = train_tasks(config)
+        path = find_model(config.model, config.out)
+        tokenizer = load_tokenizer(path)
+        engine = make_engine(config.engine, path, tokenizer, kv_gib=config.kv_gib, max_model_len=config.max_prompt + config.max_response)
+        learner = make_learner(path, config.checkpointing)
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+    set_optimizer(learner, config.lr, weight_decay=config.weight_decay)
+    if config.kl_coef:
+        set_reference(learner, path)
+    os.makedirs(config.out, exist_ok=True)
+    with open(os.path.join(config.out, "metrics.jsonl"), "w") as log:
+        log.write(json.dumps({"kind": "config", **dataclasses.asdict(config)}) + "\n")
+        for step in tqdm(range(config.steps), desc="grpo", dynamic_ncols=True):
+            batch = [tasks[i] for i in task_order(len(tasks), config.prompts, step, config.seed)]
+            metrics, trajectories = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+            log.write(json.dumps({"kind": "grpo", "step": step, **metrics}) + "\n")
+            log.flush()
+            tqdm.write(step_line(step, metrics))
+    print_trajectory(max(trajectories, key=lambda t: t.reward.official if t.reward else 0), tokenizer)
+    if learner.accelerator.is_main_process:
+        learner.model.save_pretrained(os.path.join(config.out, "model"))
+        tokenizer.save_pretrained(os.path.join(config.out, "model"))
+        print(f"wrote {config.out}/metrics.jsonl and {config.out}/model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,458 @@
+"""The experiment: which signal, which schedule. Alternates GRPO (grpo.py) and SFT (sft.py), evaluates, saves, resumes.
+
+A run is a list of phases; a phase is a number of steps of one kind:
+    sft      SFT on the ground truth of all training tasks
+    rl       GRPO
+    ets      SFT on the ground truth of the tasks that failed in the last steps of the RL round before it
+
+Deviations from the paper:
+ 1. One process and one program runs the whole schedule; the released scripts are resume points edited by hand.
+ 2. "Failed" means that all samples failed, as the paper says (--failed any: its code).
+ 3. Nothing is chosen on the test split. Evaluations are greedy, at the start and after each phase, on train and test tasks.
+
+    python interleave.py --preset qwen2.5/ets                    # the paper's ETS row; none, sft, sft_then_rl, ets
+    python interleave.py --preset qwen2.5/ets --rounds 4,4,4 --prompts 20       # a short look
+    python interleave.py --preset tiny/ets                       # on a CPU (run.sh makes the tiny model)
+    python interleave.py --preset qwen2.5/ets --out runs/qwen2.5-ets            # again: goes on where it stopped
+"""
+import collections
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+
+from rollout import (evaluate, find_model, load_tokenizer, make_engine, parse_flags, print_trajectory, summary)     # before torch
+import torch
+from accelerate.utils import gather_object
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+import env_bfcl
+import grpo
+import sft
+from grpo import GRPOConfig
+
+FAMILIES = {    # the settings of a model family: the paper's, and one that a CPU finishes in minutes
+    "qwen2.5": dict(model="Qwen/Qwen2.5-1.5B-Instruct", rounds="50,100,150"),
+    "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
+    "tiny": dict(model="runs/tiny_model", rounds="6,6", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
+                 lr=3e-4, warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.98, ets_epochs=6, failed="any", failed_window=3,
+                 max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base"),
+}
+SIGNALS = {     # signal -> its schedules; the first is the paper's
+    "none": ("rl",), "sft": ("sft_then_rl", "sft_only"), "ets": ("interleave",),
+}
+
+
+@dataclass
+class Config(GRPOConfig):
+    preset: str = field(default="", metadata={"help": "family/signal, e.g. qwen2.5/ets: sets the defaults of the other flags"})
+    out: str = field(default="", metadata={"help": "the run's folder; default runs/<preset>"})
+    fresh: bool = field(default=False, metadata={"help": "delete the run in OUT and start over (else it is continued)"})
+    signal: str = field(default="ets", metadata={"help": "none, sft or ets"})
+    schedule: str = field(default="", metadata={"help": "rl, sft_then_rl, sft_only, interleave; default: the signal's"})
+    rounds: str = field(default="50,100,150", metadata={"help": "GRPO steps of each round, comma-separated"})
+    rl_warmup: int = field(default=5, metadata={"help": "warm-up steps of the rounds after an SFT phase"})
+    sft_start: int = field(default=0, metadata={"help": "SFT steps before anything else (for a start that cannot call tools)"})
+    sft_epochs: int = field(default=3, metadata={"help": "epochs of the signal sft"})
+    sft_lr: float = field(default=1e-5, metadata={"help": "peak rate of SFT before RL"})
+    sft_dialogues: int = field(default=13, metadata={"help": "dialogues per SFT step (13: about the paper's 128 rows)"})
+    sft_stop_accuracy: float = field(default=0.0, metadata={"help": "SFT before RL stops at this token accuracy; 0 = never"})
+    ets_epochs: int = field(default=2, metadata={"help": "epochs of an SFT phase between rounds"})
+    ets_lr: float = field(default=1e-5, metadata={"help": "its peak rate"})
+    failed: str = field(default="all", metadata={"help": "a task failed if all (paper) or any (its code) of its samples failed"})
+    failed_window: int = field(default=10, metadata={"help": "over this many last steps of the round"})
+    optimizer: str = field(default="reset", metadata={"help": "Adam's moments at a phase border: reset (paper) or keep"})
+    reference: str = field(default="reset", metadata={"help": "KL reference: reset to each round's start (paper), or keep the first"})
+    save_every: int = field(default=10, metadata={"help": "steps between checkpoints; the last two are kept"})
+    eval_limit: int = field(default=0, metadata={"help": "evaluate on at most N tasks of each category; 0 = all"})
+    eval_categories: str = field(default="base,miss_func,miss_param,long_context", metadata={"help": "of the test tasks"})
+
+
+HARMLESS = {"fresh", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
+
+
+@dataclass
+class Phase:
+    name: str       # "rl 1"
+    kind: str       # sft | rl | ets
+    steps: int      # GRPO steps; SFT phases count their own
+
+
+def read_config():
+    """Flags over preset over defaults; ValueError with one line for what does not fit together."""
+    at = next((i for i, a in enumerate(sys.argv) if a.startswith("--preset")), None)
+    preset = "" if at is None else sys.argv[at].partition("=")[2] or (sys.argv[at + 1] if at + 1 < len(sys.argv) else "")
+    defaults = {}
+    if preset:
+        family, _, signal = preset.partition("/")
+        if family not in FAMILIES or signal not in SIGNALS:
+            raise ValueError(f"--preset is one of {', '.join(f'{f}/{s}' for f in FAMILIES for s in SIGNALS)}, not {preset!r}")
+        defaults = FAMILIES[family] | {"signal": signal, "out": os.path.join("runs", preset.replace("/", "-"))}
+    config = parse_flags(Config, description=__doc__.split("\n")[0], defaults=defaults)
+    if config.signal not in SIGNALS:
+        raise ValueError(f"--signal is one of {', '.join(SIGNALS)}, not {config.signal!r}")
+    config.schedule = config.schedule or SIGNALS[config.signal][0]
+    if config.schedule not in SIGNALS[config.signal]:
+        raise ValueError(f"--signal {config.signal} goes with --schedule {' or '.join(SIGNALS[config.signal])}, not {config.schedule!r}")
+    for name, legal in (("failed", ("all", "any")), ("optimizer", ("reset", "keep")), ("reference", ("reset", "keep"))):
+        if getattr(config, name) not in legal:
+            raise ValueError(f"--{name} is {' or '.join(legal)}, not {getattr(config, name)!r}")
+    if not all(r.strip().isdigit() for r in config.rounds.split(",")):
+        raise ValueError(f"--rounds is a list of step numbers such as 50,100,150, not {config.rounds!r}")
+    if not config.model:
+        raise ValueError("give --model DIR or a --preset")
+    config.out = config.out or os.path.join("runs", config.signal)
+    grpo.check_config(config)
+    return config
+
+
+def plan(config):
+    """The run's phases, from its flags alone."""
+    rounds = [int(r) for r in config.rounds.split(",")]
+    phases = [Phase("sft start", "sft", config.sft_start)] if config.sft_start else []
+    if config.signal == "sft":
+        phases.append(Phase("sft", "sft", 0))
+    if config.schedule == "sft_only":
+        return phases
+    if config.schedule in ("rl", "sft_then_rl"):
+        rounds = [sum(rounds)]
+    for k, steps in enumerate(rounds, 1):
+        phases.append(Phase(f"rl {k}", "rl", steps))
+        if config.schedule == "interleave" and k < len(rounds):     # none after the last round
+            phases.append(Phase(f"{config.signal} {k}", config.signal, 0))
+    return phases
+
+
+# --- ALGO: what an SFT phase between rounds trains on ---------------------------------------------------------------------
+
+def failed_tasks(outcomes, rule):
+    """outcomes: [{task_id: [successes, samples]}] of the last steps -> ids that failed, sorted. `all`: no sample of any of
+    these steps succeeded; `any`: some sample failed."""
+    won, played = collections.Counter(), collections.Counter()
+    for step in outcomes:
+        for task_id, (k, n) in step.items():
+            won[task_id] += k
+            played[task_id] += n
+    return sorted(i for i in played if (won[i] == 0 if rule == "all" else won[i] < played[i]))
+
+
+def phase_dialogues(run, phase):
+    """The trajectories that an SFT phase trains on."""
+    tasks = run.tasks
+    if phase.kind == "ets":
+        ids = set(failed_tasks(run.outcomes[-run.config.failed_window:], run.config.failed))
+        tasks = [t for t in run.tasks if t.id in ids]
+    return sft.demonstrate(run.tokenizer, tasks, think=run.config.think)
+
+
+def sft_settings(config, phase):
+    first = phase.kind == "sft"
+    return sft.SFTConfig(seed=config.seed, epochs=config.sft_epochs if first else config.ets_epochs, steps=phase.steps,
+                         lr=config.sft_lr if first else config.ets_lr, warmup_ratio=0.1 if first else 0.3, dialogues=config.sft_dialogues,
+                         stop_accuracy=config.sft_stop_accuracy if first else 0.0, tokens_per_row=config.tokens_per_row)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+@dataclass
+class Run:
+    config: Config
+    tasks: list             # that it trains on
+    test_tasks: list
+    tokenizer: object
+    engine: object
+    learner: grpo.Learner
+    state: dict             # phase, step_in_phase, step (GRPO steps so far), saves: what a resumed run needs to know
+    outcomes: list          # one {task_id: [successes, samples]} per GRPO step of the current round
+    log: object = None      # metrics.jsonl; None on the other ranks
+
+    @property
+    def main(self):
+        return self.learner.accelerator.is_main_process
+
+    def write(self, **line):
+        """Append a line to metrics.jsonl."""
+        if self.main:
+            self.log.write(json.dumps(line) + "\n")
+            self.log.flush()
+
+
+def evaluate_now(run, name):
+    """Greedy episodes on the train and the test tasks -> eval lines in metrics.jsonl."""
+    rank, world = run.learner.accelerator.process_index, run.learner.accelerator.num_processes
+    run.learner.model.eval()
+    for split, tasks in (("train", run.tasks), ("test", run.test_tasks)):
+        os.makedirs(os.path.join(run.config.out, "eval"), exist_ok=True)
+        path = os.path.join(run.config.out, "eval", f"{name.replace(' ', '-')}.{split}.{rank}.jsonl")
+        records = evaluate(run.engine, run.tokenizer, tasks[rank::world], path, think=run.config.think, max_action=run.config.max_action,
+                           decode_feedback=run.config.decode_feedback, desc=f"evaluate {split}" if run.main else None)
+        table = summary(gather_object(records))
+        run.write(kind="eval", phase=run.state["phase"], step=run.state["step"], name=name, split=split, table=table)
+        k, n, rate, lo, hi = table["all official"]
+        if run.main:
+            tqdm.write(f"after {name}: {split} {k}/{n} = {100 * rate:.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]")
+    run.learner.model.train()
+
+
+def run_sft(run, phase):
+    """An SFT phase from its `step_in_phase` on."""
+    dialogues = phase_dialogues(run, phase)
+    if not dialogues:
+        run.write(kind="event", event="skipped", phase=run.state["phase"], name=phase.name, step=run.state["step"], why="no task failed")
+        return
+    for step, metrics, last in sft.sft_phase(run.learner, dialogues, sft_settings(run.config, phase), run.state["step_in_phase"], desc=phase.name):
+        run.write(kind="sft", phase=run.state["phase"], step=run.state["step"], sft_step=step, dialogues=len(dialogues), **metrics)
+        run.state["step_in_phase"] = step + 1
+        if (step + 1) % run.config.save_every == 0 and not last:
+            save_checkpoint(run)
+    if run.main:
+        tqdm.write(f"{phase.name}: {step + 1} steps on {len(dialogues)} dialogues, loss {metrics['loss']:.4f}, token accuracy {metrics['token_accuracy']:.3f}")
+    run.engine.load_weights(run.learner.model.named_parameters())
+
+
+def run_rl(run, phase):
+    """A round of GRPO from its `step_in_phase` on."""
+    config, state = run.config, run.state
+    config = dataclasses.replace(config, warmup=config.warmup if phase.name == "rl 1" else config.rl_warmup)
+    by_id = {t.id: t for t in run.tasks}
+    bar = tqdm(total=phase.steps, initial=state["step_in_phase"], desc=phase.name, disable=not run.main, dynamic_ncols=True)
+    while state["step_in_phase"] < phase.steps:
+        batch = [run.tasks[i] for i in grpo.task_order(len(run.tasks), config.prompts, state["step"], config.seed)]
+        metrics, trajectories = grpo.grpo_step(run.learner, run.engine, run.tokenizer, batch, state["step"], state["step_in_phase"], config)
+        outcome = collections.defaultdict(lambda: [0, 0])
+        for task_id, won in gather_object([(t.task_id, int(t.finish == "done" and t.reward.official == 1)) for t in trajectories if not t.infra_error]):
+            outcome[task_id][0] += won
+            outcome[task_id][1] += 1
+        run.outcomes.append(dict(outcome))
+        if config.save_rollouts:
+            grpo.save_rollouts(config.out, state["step"], run.learner.accelerator.process_index, trajectories, by_id)
+        run.write(kind="grpo", phase=state["phase"], step=state["step"], **metrics, outcomes=outcome)
+        if run.main:
+            tqdm.write(grpo.step_line(state["step"], metrics))
+        state["step"] += 1
+        state["step_in_phase"] += 1
+        bar.update()
+        if state["step_in_phase"] % config.save_every == 0 and state["step_in_phase"] < phase.steps:
+            save_checkpoint(run)
+    bar.close()
+
+
+def begin_phase(run, phase):
+    """What the paper renews at a phase border: the optimizer, the KL reference, the window of failures."""
+    config, first = run.config, run.learner.optimizer is None
+    if first or config.optimizer == "reset":
+        lr, betas = (config.lr, (0.9, 0.999)) if phase.kind == "rl" else (config.sft_lr, (0.9, 0.95))
+        grpo.set_optimizer(run.learner, lr, betas, config.weight_decay)
+    if phase.kind == "rl":
+        run.outcomes.clear()
+        if config.kl_coef and (config.reference == "reset" or not run.state["reference"]):
+            path = os.path.join(config.out, f"reference-{run.state['phase']}")
+            if run.main:
+                shutil.rmtree(path, ignore_errors=True)
+                run.learner.model.save_pretrained(path + ".tmp")
+                os.replace(path + ".tmp", path)
+                if run.state["reference"] and run.state["reference"] != path:
+                    shutil.rmtree(run.state["reference"], ignore_errors=True)
+            run.state["reference"] = path
+            run.learner.accelerator.wait_for_everyone()
+            grpo.set_reference(run.learner, path)
+    run.write(kind="event", event="phase", phase=run.state["phase"], name=phase.name, step=run.state["step"])
+
+
+def train(run):
+    """Run the plan from the state on. Each border is saved twice: before its evaluation and after it."""
+    phases = plan(run.config)
+    if run.state["phase"] == 0 and run.state["step_in_phase"] == 0:
+        evaluate_now(run, "start")
+    while run.state["phase"] < len(phases):
+        phase = phases[run.state["phase"]]
+        if run.state["step_in_phase"] == 0:
+            begin_phase(run, phase)
+        if not run.state["evaluating"]:
+            (run_rl if phase.kind == "rl" else run_sft)(run, phase)
+            run.state["evaluating"] = True
+            save_checkpoint(run)
+        evaluate_now(run, phase.name)
+        run.state |= {"phase": run.state["phase"] + 1, "step_in_phase": 0, "evaluating": False}
+        save_checkpoint(run)
+
+
+# --- PLUMBING: checkpoints -----------------------------------------------------------------------------------------------
+
+def save_checkpoint(run):
+    """OUT/ckpt-NNNNNN: a Hugging Face directory (fp32 safetensors, tokenizer) + optimizer.safetensors + state.json, which is
+    written last and holds every file's size and crc32. Written under a temporary name, fsynced, renamed; the last two are kept."""
+    if run.main:
+        run.state["saves"] += 1
+        path = os.path.join(run.config.out, f"ckpt-{run.state['saves']:06d}")
+        tmp = path + ".tmp"
+        shutil.rmtree(tmp, ignore_errors=True)
+        run.learner.model.save_pretrained(tmp)
+        run.tokenizer.save_pretrained(tmp)
+        tensors = {f"{name}/{k}": v.contiguous() for name, p in run.learner.model.named_parameters()
+                   for k, v in (run.learner.optimizer.state.get(p) or {}).items()}
+        save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
+        os.fsync(run.log.fileno())
+        files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
+        with open(os.path.join(tmp, "state.json"), "w") as f:
+            json.dump({**run.state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "files": files}, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+        folder = os.open(run.config.out, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        for old in checkpoints(run.config.out)[:-2]:
+            shutil.rmtree(old)
+    run.learner.accelerator.wait_for_everyone()
+
+
+def _checksum(path, sync=False):
+    size = crc = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 24):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+        if sync:
+            os.fsync(f.fileno())
+    return [size, crc]
+
+
+def checkpoints(out):
+    """Paths of the finished checkpoints, oldest first."""
+    names = sorted(n for n in os.listdir(out) if n.startswith("ckpt-") and not n.endswith(".tmp")) if os.path.isdir(out) else []
+    return [os.path.join(out, n) for n in names]
+
+
+def find_checkpoint(out):
+    """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged."""
+    for path in reversed(checkpoints(out)):
+        try:
+            state = json.load(open(os.path.join(path, "state.json")))
+            bad = [f for f, sum_ in state["files"].items() if _checksum(os.path.join(path, f)) != sum_]
+        except (OSError, ValueError, KeyError) as e:
+            bad = [str(e)]
+        if not bad:
+            return path, state
+        tqdm.write(f"{path} is damaged ({bad[0]}): using the one before it")
+    return None, None
+
+
+def load_optimizer(learner, path):
+    tensors = load_file(os.path.join(path, "optimizer.safetensors"))
+    for name, p in learner.model.named_parameters():
+        state = {k: tensors[f"{name}/{k}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{k}" in tensors}
+        if state:
+            learner.optimizer.state[p] = {k: v if k == "step" and not learner.optimizer.param_groups[0]["fused"] else v.to(p.device)
+                                          for k, v in state.items()}
+
+
+def prepare_out(config):
+    """Create OUT, or check that it belongs to the same flags; returns (checkpoint path, state) to go on from, or (None, None)."""
+    out, path = config.out, os.path.join(config.out, "config.json")
+    flags = dataclasses.asdict(config)
+    if config.fresh and os.path.exists(path):
+        shutil.rmtree(out)
+    if os.path.isdir(out) and os.listdir(out) and not os.path.exists(path):
+        raise ValueError(f"{out} is not empty and not a run: give another --out")
+    if os.path.exists(path):
+        before = json.load(open(path))
+        changed = [k for k in flags if k not in HARMLESS and before.get(k, flags[k]) != flags[k]]
+        if changed:
+            k = changed[0]
+            raise ValueError(f"{out} was started with --{k} {before[k]}, now it is {flags[k]}: use the same flags, another --out, or --fresh")
+    os.makedirs(out, exist_ok=True)
+    with open(path + ".tmp", "w") as f:
+        json.dump(flags, f, indent=1)
+    os.replace(path + ".tmp", path)
+    return find_checkpoint(out)
+
+
+def prepare(config):
+    """Everything before the first step: data, model, engine, state."""
+    tasks = grpo.train_tasks(config)
+    test = env_bfcl.load_tasks("test", tuple(config.eval_categories.split(",")), short_docs=config.short_docs)
+    if config.eval_limit:
+        count = collections.Counter()
+        test = [t for t in test if (count.update([t.category]) or count[t.category] <= config.eval_limit)]
+    if config.prompts > len(tasks):
+        raise ValueError(f"--prompts {config.prompts} is more than the {len(tasks)} training tasks")
+    base = find_model(config.model, os.path.dirname(config.out) or ".")
+    tokenizer = load_tokenizer(base)
+    if int(os.environ.get("RANK", 0)) == 0:
+        path, state = prepare_out(config)
+    learner = grpo.make_learner(base, config.checkpointing)
+    if not learner.accelerator.is_main_process:
+        path, state = find_checkpoint(config.out)
+    learner.accelerator.wait_for_everyone()
+    engine = make_engine(config.engine, base, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, seed=config.seed,
+                         max_model_len=config.max_prompt + 16384)
+    state = state or {"phase": 0, "step_in_phase": 0, "step": 0, "saves": 0, "reference": "", "evaluating": False, "metrics_bytes": 0}
+    outcomes = state.pop("outcomes", [])
+    state.pop("files", None)
+    run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes)
+    if path:
+        learner.model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
+        grpo.set_optimizer(learner, config.lr, (0.9, 0.999) if plan(config)[min(state["phase"], len(plan(config)) - 1)].kind == "rl" else (0.9, 0.95), config.weight_decay)
+        load_optimizer(learner, path)
+        if state["reference"] and config.kl_coef:
+            grpo.set_reference(learner, state["reference"])
+    if run.main:
+        metrics = os.path.join(config.out, "metrics.jsonl")
+        with open(metrics, "ab") as f:      # steps after the checkpoint are played again: their lines go
+            f.truncate(state["metrics_bytes"])
+        run.log = open(metrics, "a", encoding="utf-8")
+        run.log.seek(0, os.SEEK_END)
+        if not path:
+            run.write(kind="config", **dataclasses.asdict(config))
+        else:
+            tqdm.write(f"continuing {path}: phase {state['phase'] + 1} of {len(plan(config))}, GRPO step {state['step']}")
+    engine.load_weights(learner.model.named_parameters())
+    return run
+
+
+def report(run):
+    """The table at the end, the model as a Hugging Face directory, a figure."""
+    out, rows = run.config.out, collections.defaultdict(dict)
+    for line in open(os.path.join(out, "metrics.jsonl"), encoding="utf-8"):
+        line = json.loads(line)
+        if line["kind"] == "eval":
+            rows[line["name"]][line["split"]] = line["table"]["all official"]
+    print(f"\n{'success after':14} {'train tasks':>34} {'held-out tasks':>34}")
+    for name, splits in rows.items():
+        cells = [f"{k}/{n} = {100 * r:.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" for k, n, r, lo, hi in (splits[s] for s in ("train", "test"))]
+        print(f"{name:14} {cells[0]:>34} {cells[1]:>34}")
+    model = os.path.join(out, "model")
+    shutil.rmtree(model, ignore_errors=True)
+    run.learner.model.save_pretrained(model)
+    run.tokenizer.save_pretrained(model)
+    plot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools", "plot.py")
+    plotted = subprocess.run([sys.executable, plot, out], capture_output=True, text=True)
+    print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {out}/rollouts/, {out}/eval/")
+    print(f"figure        {out}/overview.png, report {out}/report.html" if not plotted.returncode else f"no figure: {plotted.stderr[-300:]}")
+
+
+def main():
+    try:
+        config = read_config()
+        run = prepare(config)
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+    try:
+        train(run)
+    except KeyboardInterrupt:
+        sys.exit(f"\ninterrupted: the same command continues from {(checkpoints(config.out) or ['the start'])[-1]}")
+    except torch.OutOfMemoryError as e:
+        sys.exit(f"error: out of GPU memory ({str(e).splitlines()[0]}): lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib")
+    if run.main:
+        report(run)
+    run.engine.close()
+
+
+if __name__ == "__main__":
+    main()

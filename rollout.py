@@ -1,0 +1,655 @@
+"""Multi-turn rollouts: messages <-> token ids, the engines, the loop, and greedy evaluation.
+
+The token contract (most public failures of this job are breaches of it):
+ 1. Ids that the engine sampled go into training unchanged. Nothing is decoded and encoded again; text exists only for
+    the environment and for people.
+ 2. Everything the engine did not sample is glue: chat headers, observations, the newline after `<|im_end|>`, Qwen3's
+    empty think block. Glue is in the context for generation *and* for training, with mask 0.
+ 3. The ids of turn k are a strict prefix of those of turn k+1. sft.py renders dialogues with the same functions.
+ 4. One sampling distribution: top_p 1, no top_k, log-probabilities at the sampling temperature.
+
+Deviations from the paper's released code:
+ 1. It re-tokenises decoded text, appends `<|im_end|>` to every message (also to one cut by length) and trains on it.
+ 2. It samples Qwen3 after an empty think block that the trainer never sees. Here the block is in both contexts.
+ 3. It waits for nobody either, but through an HTTP server; here engine, environment and loop share one process.
+
+    python rollout.py --model DIR --split test          # greedy evaluation on the test tasks, resumable
+    python rollout.py --model DIR --split train --limit 5 --show 1      # and look at one trajectory, token by token
+"""
+import collections
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+
+# OpenMP and vLLM read these when they are imported. With spinning threads one other busy process makes torch on a CPU 15
+# times slower; vLLM in one process: the trainer hands its weights over by reference.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import env_bfcl
+import reward as rw
+from env_bfcl import BFCLEnv
+
+
+# --- models and tokenizers -------------------------------------------------------------------------------------------
+
+def parse_flags(config, args=None, description=None, defaults=None):
+    """Command line over `defaults` -> `config` (a dataclass type). An unknown flag or a wrong type ends the program with one line."""
+    parser = HfArgumentParser(config, description=description)
+    parser.set_defaults(**(defaults or {}))
+    parser.error = lambda message: sys.exit(f"error: {message} (--help lists the flags)")
+    values, unknown = parser.parse_args_into_dataclasses(args=args, return_remaining_strings=True)
+    if unknown:
+        sys.exit(f"error: unknown flag {unknown[0]} (--help lists the flags)")
+    return values
+
+
+def load_tokenizer(path):
+    """A tokenizer with a chat template that takes system, user and assistant, or ValueError in one line."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as e:
+        raise ValueError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from e
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer in {path} has no chat template: use an instruct model's tokenizer")
+    chat_glue(tokenizer)
+    return tokenizer
+
+
+def load_model(path, dtype=torch.float32, device="cpu"):
+    """A causal LM with safetensors weights (never a pickle, never remote code); ValueError in one line if it cannot be."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except Exception as e:
+        raise ValueError(f"no readable model in {path}: {str(e).splitlines()[0]}") from e
+    if model.config.tie_word_embeddings:    # two diverging copies of a tied head are a known silent fault
+        assert model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    return model.to(device)
+
+
+def gguf_to_hf(path, out):
+    """Turn `path` (a .gguf file) into a bf16 Hugging Face directory `out`, once; returns `out`. Needs the package gguf."""
+    if os.path.exists(os.path.join(out, "config.json")):
+        return out
+    folder, name = os.path.split(os.path.abspath(path))
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if not model.config.tie_word_embeddings and (head.float() - embedding.float()).abs().mean() < 1e-3:
+        embedding.data.copy_(head.data)     # a tied model whose GGUF stores both copies; the head's is the finer one
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.hf_quantizer, model.is_quantized = None, False   # else save_pretrained refuses
+    for owner, attribute in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if getattr(owner, attribute, None) is not None:
+            delattr(owner, attribute)
+    tokenizer_dir = folder if os.path.exists(os.path.join(folder, "tokenizer.json")) else None
+    tokenizer = AutoTokenizer.from_pretrained(folder, **({} if tokenizer_dir else {"gguf_file": name}))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(out + ".tmp")
+    tokenizer.save_pretrained(out + ".tmp")
+    os.replace(out + ".tmp", out)
+    return out
+
+
+def find_model(path, out="runs"):
+    """Check `path` before any long work: a local directory, a .gguf file, or a hub id. Returns a loadable path."""
+    if path.endswith(".gguf"):
+        if not os.path.isfile(path):
+            raise ValueError(f"no such file: {path}")
+        return gguf_to_hf(path, os.path.join(out, os.path.basename(path)[:-5]))
+    try:
+        AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as e:
+        raise ValueError(f"no model at {path!r}: give a local directory with a config.json, a .gguf file, or a hub id "
+                         f"({str(e).splitlines()[0][:160]})") from e
+    return path
+
+
+# --- glue: the chat template as token ids -----------------------------------------------------------------------------
+
+@dataclass
+class Glue:
+    """The ids around message texts, derived from the tokenizer's own template."""
+    before_system: list     # '<|im_start|>system\n'
+    before_user: list       # '<|im_end|>\n<|im_start|>user\n'              between a system text and a user text
+    before_action: list     # '<|im_end|>\n<|im_start|>assistant\n' + Qwen3's '<think>\n\n</think>\n\n'
+    think_block: list       # the tail of before_action that the template itself would not put into a history
+    after_action: list      # '\n<|im_start|>user\n'                       after the end token that the engine sampled
+    stop: list              # ids that end a message
+    tokenizer: object
+
+    @functools.lru_cache(maxsize=4096)
+    def encode(self, text):
+        """Text -> ids. Special tokens spelled out in a text stay text: a tool result cannot close its own message."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    __hash__ = object.__hash__
+
+
+def chat_glue(tokenizer, think=False):
+    """`Glue` of a tokenizer, checked against its template; ValueError in one line if the template does not fit.
+
+    `think=False` puts the empty think block of a hybrid model (Qwen3) before each action: given, so never trained."""
+    cache = tokenizer.__dict__.setdefault("_glue", {})
+    if think in cache:
+        return cache[think]
+    s, u, a, b = "SysText", "UserText", "ActText", "NextText"
+    chat = [{"role": r, "content": c} for r, c in zip(("system", "user", "assistant", "user"), (s, u, a, b))]
+    render = lambda n, gen=False: tokenizer.apply_chat_template(
+        chat[:n], tokenize=False, add_generation_prompt=gen, enable_thinking=think)
+    try:
+        two, three, four = render(2), render(3), render(4)
+        header = render(2, True)[len(two):]                  # what the engine is given to start a message
+        (before_system, rest), after = two.split(s), four[len(two):]
+        before_user, end_user = rest.split(u)
+        plain_header, rest = after.split(a)                   # the same as a history shows it
+        end_action, end_next = rest.split(b)
+    except Exception as e:
+        raise ValueError(f"the chat template does not take system, user, assistant, user messages: {e}") from e
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids
+    stop = [tokenizer.eos_token_id] + [i for i in (getattr(tokenizer, "stop_ids", None) or [])]
+    if "<|endoftext|>" in tokenizer.get_vocab():              # Qwen's generation_config stops at both
+        stop.append(tokenizer.convert_tokens_to_ids("<|endoftext|>"))
+    end_ids = encode(end_action)
+    if end_ids[0] not in stop:
+        raise ValueError(f"messages end with {tokenizer.decode(end_ids[:1])!r} but the end token is {tokenizer.eos_token!r}")
+    if not header.startswith(plain_header) or two != four[: len(two)] or end_user != end_next:
+        raise ValueError("the chat template rewrites its history: turns would not be prefixes of each other")
+    glue = Glue(encode(before_system), encode(before_user), encode(end_user + header), encode(header[len(plain_header):]),
+                end_ids[1:], sorted(set(stop)), tokenizer)
+    whole = (glue.before_system + glue.encode(s) + glue.before_user + glue.encode(u) + encode(end_user + plain_header)
+             + glue.encode(a) + end_ids + glue.encode(b) + encode(end_next))
+    if whole != encode(four):
+        raise ValueError("the chat template's ids do not split at message borders")
+    cache[think] = glue
+    return glue
+
+
+def prompt_ids(glue, messages):
+    """[system, user] -> the ids that the engine gets first."""
+    system, user = messages
+    return glue.before_system + glue.encode(system["content"]) + glue.before_user + glue.encode(user["content"]) + glue.before_action
+
+
+def observation_ids(glue, messages, max_observation):
+    """The environment's answer -> the ids between two actions; cut at the left, as the paper's."""
+    body = glue.encode("\n".join(m["content"] for m in messages))[-max_observation:]
+    return glue.after_action + body + glue.before_action
+
+
+# --- trajectories -----------------------------------------------------------------------------------------------------
+
+@dataclass
+class Trajectory:
+    """One episode as the trainer sees it: len(ids) == len(mask) == len(logp); mask is 1 exactly on sampled ids."""
+    task_id: str
+    group: int = 0
+    ids: list = field(default_factory=list)
+    mask: list = field(default_factory=list)
+    logp: list = field(default_factory=list)    # the engine's where mask is 1, else 0.0
+    prompt_len: int = 0
+    texts: list = field(default_factory=list)   # decoded actions, end token included
+    finish: str = ""                            # done | length | max_steps | max_generations | max_response | prompt
+    reward: object = None                       # reward.Reward
+    infra_error: str = None                     # traceback of a failure that is not the model's
+    turns: list = field(default_factory=list)   # user-turn index of each text
+    feedback: dict = field(default_factory=dict)    # what the environment had to say about malformed calls, counted
+    refused: int = 0                            # calls of tools that were held out
+    calls: list = field(default_factory=list)   # executed calls per user turn, as reward.score takes them
+
+    def extend(self, ids, logp=None):
+        """Append glue (logp None, mask 0) or sampled ids with their log-probabilities (mask 1)."""
+        self.ids += ids
+        self.mask += [int(logp is not None)] * len(ids)
+        self.logp += [0.0] * len(ids) if logp is None else list(logp)
+
+
+def print_trajectory(trajectory, tokenizer, file=None, max_prompt=400):
+    """Show a trajectory with its trained tokens highlighted (green), glue plain, the prompt cut in its middle."""
+    color = (file or sys.stdout).isatty() or os.environ.get("FORCE_COLOR")
+    on, off = ("\033[30;42m", "\033[0m") if color else ("«", "»")
+    out, k, ids, mask = [], 0, trajectory.ids, trajectory.mask
+    while k < len(ids):
+        end = k
+        while end < len(ids) and mask[end] == mask[k]:
+            end += 1
+        text = tokenizer.decode(ids[k:end])
+        if k == 0 and len(text) > 2 * max_prompt:
+            text = f"{text[:max_prompt]}\n[... {len(text) - 2 * max_prompt:,} characters ...]\n{text[-max_prompt:]}"
+        out.append(on + text + off if mask[k] else text)
+        k = end
+    score = "" if trajectory.reward is None else f" official {trajectory.reward.official:g} strict {trajectory.reward.strict:g}"
+    print(f"--- {trajectory.task_id}: {sum(mask)} trained of {len(ids)} tokens, finish={trajectory.finish}{score}\n{''.join(out)}\n---",
+          file=file)
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+# An engine is any object with add(request_id, ids, max_tokens), step() -> [(request_id, ids, logp, finish_reason)],
+# load_weights(named) and close(). `seed` and `temperature` may be set between rollouts.
+
+def request_seed(seed, request_id, length):
+    """A seed per generation: (run seed and step) x trajectory x its length so far. One fixed seed for all requests makes
+    a group of equal samples (vllm-project/vllm#17929)."""
+    digest = hashlib.blake2b(f"{seed}/{request_id}/{length}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % 2**31
+
+
+def _slot_attention(module, query, key, value, attention_mask, scaling=None, slots=None, **kwargs):
+    """Attention of HFEngine. query [1, H, T, D] holds the new tokens of several sequences one after the other; `slots` is
+    [(cache, first, n)]: n tokens that follow `first` cached ones. Writes key and value into the caches."""
+    out, at, repeat = torch.empty_like(query), 0, query.shape[1] // key.shape[1]
+    for cache, first, n in slots:
+        here, end = slice(at, at + n), first + n
+        cache[0, module.layer_idx, :, first:end], cache[1, module.layer_idx, :, first:end] = key[0, :, here], value[0, :, here]
+        k, v = (c[None, :, :end].repeat_interleave(repeat, 1) for c in cache[:, module.layer_idx])  # [1, H, end, D]
+        mask = None
+        if n > 1 and first:     # bottom-right causal: a query sees everything cached, and the new tokens up to itself
+            mask = torch.ones(n, end, dtype=torch.bool, device=query.device).tril(first)
+        out[:, :, here] = F.scaled_dot_product_attention(query[:, :, here], k, v, mask, is_causal=n > 1 and not first, scale=scaling)
+        at += n
+    return out.transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("slots", _slot_attention)
+
+
+def common_prefix(a, b):
+    """Length of the common prefix of two id arrays."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+class HFEngine:
+    """transformers as the engine, where vLLM does not install. Continuous batching over one flat row of new tokens; each
+    trajectory keeps its keys and values between its turns, and a new one copies the longest prefix another one has."""
+
+    def __init__(self, model, stop, temperature=1.0, seed=0, max_seqs=64, tokens_per_step=4096, cache_tokens=300_000):
+        self.model = load_model(model) if isinstance(model, str) else model
+        self.model.eval().set_attn_implementation("slots")
+        self.stop, self.temperature, self.seed = set(stop), temperature, seed
+        self.max_seqs, self.tokens_per_step, self.cache_tokens = max_seqs, tokens_per_step, cache_tokens
+        self.slots = collections.OrderedDict()      # request_id -> [ids whose keys are cached (array), cache], oldest first
+        self.waiting, self.running = collections.deque(), {}
+        c = self.model.config
+        self.shape = (2, c.num_hidden_layers, c.num_key_value_heads, c.head_dim if getattr(c, "head_dim", None) else c.hidden_size // c.num_attention_heads)
+
+    def add(self, request_id, ids, max_tokens):
+        self.waiting.append((request_id, list(ids), max_tokens))
+
+    def _start(self, request_id, ids, max_tokens):
+        """Take the cached prefix of this trajectory, or else of any other, and make room for the rest."""
+        want = np.array(ids[:-1])   # the last token is always read again: its logits are needed
+        found = request_id if request_id in self.slots else \
+            max(self.slots, key=lambda r: common_prefix(self.slots[r][0], want), default=None)
+        n = common_prefix(self.slots[found][0], want) if found is not None else 0
+        layers = self.shape[1:]
+        cache = torch.empty(2, layers[0], layers[1], len(ids) + max_tokens, layers[2], dtype=self.model.dtype, device=self.model.device)
+        if n:
+            cache[:, :, :, :n] = self.slots[found][1][:, :, :, :n]
+        self.slots[request_id] = [want[:n], cache]
+        self.slots.move_to_end(request_id)
+        generator = torch.Generator().manual_seed(request_seed(self.seed, request_id, len(ids)))
+        self.running[request_id] = dict(ids=ids, start=len(ids), cached=n, max_tokens=max_tokens, logp=[], generator=generator)
+        total = sum(s[1].shape[3] for s in self.slots.values())
+        for old in [r for r in self.slots if r not in self.running]:
+            if total <= self.cache_tokens:
+                break
+            total -= self.slots.pop(old)[1].shape[3]
+
+    @torch.no_grad()
+    def step(self):
+        """One forward over the new tokens of the running requests; returns those that finished."""
+        while self.waiting and len(self.running) < self.max_seqs:
+            if self.running and any(r["start"] - r["cached"] > 64 for r in self.running.values()):
+                break   # one prompt at a time: the next one can then copy its prefix
+            self._start(*self.waiting.popleft())
+        batch, ids, positions, slots, last, room = [], [], [], [], [], self.tokens_per_step
+        for request_id, r in self.running.items():
+            new = r["ids"][r["cached"]: r["cached"] + room]
+            if not new:
+                continue
+            slots.append((self.slots[request_id][1], r["cached"], len(new)))
+            ids += new
+            positions += range(r["cached"], r["cached"] + len(new))
+            r["cached"] += len(new)
+            room -= len(new)
+            if len(new) > 1:    # from now on others may copy this prefix
+                self.slots[request_id][0] = np.array(r["ids"][: r["cached"]])
+            if r["cached"] == len(r["ids"]):
+                batch.append(request_id)
+                last.append(len(ids) - 1)
+        if not ids:
+            return []
+        device = self.model.device
+        hidden = self.model.model(input_ids=torch.tensor([ids], device=device), position_ids=torch.tensor([positions], device=device),
+                                  attention_mask={"full_attention": None}, slots=slots, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden[0, last]).float()        # [batch, V]
+        logp = torch.log_softmax(logits / (self.temperature or 1.0), -1).cpu()
+        finished = []
+        for row, request_id in zip(logp, batch):
+            r = self.running[request_id]
+            token = int(row.argmax() if not self.temperature else torch.multinomial(row.exp(), 1, generator=r["generator"]))
+            r["ids"].append(token)
+            r["logp"].append(float(row[token]))
+            reason = "stop" if token in self.stop else "length" if len(r["logp"]) >= r["max_tokens"] else None
+            if reason:
+                del self.running[request_id]
+                self.slots[request_id][0] = np.array(r["ids"][: r["cached"]])
+                finished.append((request_id, r["ids"][r["start"]:], r["logp"], reason))
+        return finished
+
+    def load_weights(self, named):
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named:
+                own[name].copy_(tensor)
+        self.slots.clear()
+
+    def weights(self):
+        """name -> tensor as the engine holds them, for the checksum."""
+        return dict(self.model.named_parameters())
+
+    def close(self):
+        self.slots.clear()
+
+
+class VLLMEngine:
+    """vLLM in this process: ids in, ids and log-probabilities out, weights handed over by reference."""
+
+    def __init__(self, model, stop, temperature=1.0, seed=0, max_model_len=16384, kv_gib=16.0, max_seqs=512, sleep=False):
+        gpu = torch.cuda.is_available()
+        if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            raise ValueError("unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments: vLLM's sleep mode frees nothing with it")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1" if kv_gib < 1 else str(int(kv_gib)))
+        if not gpu:
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")   # compiling takes longer here than it saves
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        if gpu:
+            how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), enable_sleep_mode=sleep)
+        else:
+            import vllm._custom_ops as ops
+            ops._supports_onednn = False    # else a tied output head silently keeps its old weights after a push
+            how = dict(dtype="float32", enforce_eager=True)
+        self.llm = LLM(model=model, max_model_len=max_model_len, max_num_seqs=max_seqs, seed=seed, skip_tokenizer_init=True,
+                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", **how)
+        self.core, self.gpu, self.stop, self.temperature, self.seed = self.llm.llm_engine, gpu, stop, temperature, seed
+        self.params = functools.partial(SamplingParams, logprobs=0, detokenize=False, stop_token_ids=list(stop), top_p=1.0,
+                                        top_k=0, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.added = 0
+
+    def add(self, request_id, ids, max_tokens):
+        # A seed per request costs a sampler row each on the GPU and would still not make it bit-exact: CPU only.
+        seed = None if self.gpu else request_seed(self.seed, request_id, len(ids))
+        self.added += 1     # vLLM wants each request's name once
+        self.core.add_request(f"{request_id}/{self.added}", {"prompt_token_ids": list(ids)},
+                              self.params(temperature=self.temperature, max_tokens=max_tokens, seed=seed))
+
+    def step(self):
+        finished = []
+        for output in self.core.step():
+            if output.finished:
+                c = output.outputs[0]
+                ids = list(c.token_ids)
+                reason = c.finish_reason if c.finish_reason in ("stop", "length") else "error"
+                finished.append((int(output.request_id.split("/")[0]), ids, [d[t].logprob for d, t in zip(c.logprobs, ids)], reason))
+        return finished
+
+    def load_weights(self, named):
+        named = [(n, p.detach()) for n, p in named]
+        self.llm.apply_model(lambda m: m.load_weights(iter(named)))
+        if not self.llm.reset_prefix_cache():   # it refuses while requests run; old keys would then be reused
+            raise RuntimeError("vLLM did not drop its prefix cache after the weight push")
+
+    def close(self):
+        del self.core, self.llm
+
+
+def make_engine(kind, model, tokenizer, **settings):
+    """`kind` is vllm, hf, or auto: vLLM where it is installed. Returns the engine; ValueError if the kind does not exist."""
+    stop = chat_glue(tokenizer).stop
+    if kind == "auto":
+        kind = "vllm" if importlib.util.find_spec("vllm") else "hf"
+    if kind == "vllm":
+        return VLLMEngine(model, stop, **settings)
+    if kind == "hf":
+        return HFEngine(model, stop, **{k: v for k, v in settings.items() if k in ("temperature", "seed")})
+    raise ValueError(f"engine is vllm, hf or auto, not {kind!r}")
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_prompt=8192, max_response=8192, max_action=2048,
+            max_observation=1024, think=False, on_finish=None, stats=None, desc=None):
+    """Play every env to its end with `engine`; each trajectory moves on alone, there is no turn barrier.
+
+    Returns one Trajectory per env, in order. `groups[i]` is copied into it. Caps are in tokens: `max_action` per message,
+    `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
+    the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None.
+    `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
+    glue, generations = chat_glue(tokenizer, think), [0] * len(envs)
+    trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
+    spent, left = collections.Counter(), len(envs)
+    bar = tqdm(total=len(envs), desc=desc, disable=desc is None, leave=False, dynamic_ncols=True)
+
+    def end(i, finish, infra_error=None):
+        nonlocal left
+        t, env, left = trajectories[i], envs[i], left - 1
+        t.finish, t.infra_error = finish, infra_error
+        t.calls, t.feedback, t.refused = env.calls_per_turn, dict(env.feedback_count), len(env.refused)
+        if not infra_error:
+            start = time.perf_counter()
+            t.reward = rw.score(env.task, env.calls_per_turn)
+            spent["reward_s"] += time.perf_counter() - start
+        env.close()
+        bar.update()
+        if on_finish:
+            on_finish(i, t)
+
+    def generate(i):
+        """Ask for the next message of trajectory i, or end it at a cap."""
+        t = trajectories[i]
+        room = max_response - (len(t.ids) - t.prompt_len)
+        if generations[i] >= max_generations or room <= 0:
+            return end(i, "max_generations" if room > 0 else "max_response")
+        generations[i] += 1
+        t.turns.append(len(envs[i].calls_per_turn) - 1)
+        engine.add(i, t.ids, min(max_action, room))
+
+    def advance(i, step, *args):
+        """Let the environment move (`step` is its reset or step); returns its messages, None at the end."""
+        start = time.perf_counter()
+        try:
+            return step(*args)
+        finally:
+            spent["env_s"] += time.perf_counter() - start
+
+    for i, env in enumerate(envs):
+        try:
+            trajectories[i].extend(prompt_ids(glue, advance(i, env.reset)))
+        except Exception:
+            end(i, "infra", traceback.format_exc())
+            continue
+        trajectories[i].prompt_len = len(trajectories[i].ids)
+        if trajectories[i].prompt_len > max_prompt:
+            end(i, "prompt")
+        else:
+            generate(i)
+    while left:
+        start = time.perf_counter()
+        finished = engine.step()
+        spent["engine_s"] += time.perf_counter() - start
+        for i, ids, logp, reason in finished:
+            t = trajectories[i]
+            if reason == "error":
+                end(i, "infra", "engine error: the engine gave up on this request")
+                continue
+            t.extend(list(ids), logp)
+            spent["generations"] += 1
+            spent["sampled_tokens"] += len(ids)
+            try:
+                t.texts.append(tokenizer.decode(ids, skip_special_tokens=False))
+                messages = advance(i, envs[i].step, t.texts[-1], reason)
+            except Exception:
+                end(i, "infra", traceback.format_exc())
+                continue
+            if messages is None:
+                end(i, envs[i].finish)
+            else:
+                t.extend(observation_ids(glue, messages, max_observation))
+                generate(i)
+        bar.set_postfix(messages=spent["generations"], tokens=spent["sampled_tokens"], refresh=False)
+    bar.close()
+    if stats is not None:
+        stats.update(spent)
+    return trajectories
+
+
+def trajectory_record(t, task):
+    """A Trajectory as a JSON object (for --save_rollouts, evaluation and the report)."""
+    record = {k: v for k, v in dataclasses.asdict(t).items() if k not in ("reward", "calls")}
+    return record | {"category": task.category, "index": task.index, "reward": t.reward and dataclasses.asdict(t.reward),
+                     "calls": [[dataclasses.asdict(c) for c in turn] for turn in t.calls]}
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+def summary(records):
+    """Success of evaluation records: {name: (successes, n, rate, lo, hi)}, `name` = category, 'all', and both without the
+    defective ground truths; single categories with Wilson's interval, 'all' with a bootstrap over task indices, because
+    the categories are the same 200 tasks seen four ways. Infrastructure failures are not counted in n."""
+    table = {}
+    for score in ("official", "strict"):
+        for clean in (False, True):
+            rows = [r for r in records if not r["infra_error"] and not (clean and (r["category"], r["index"]) in rw.DEFECTIVE)]
+            for category in sorted({r["category"] for r in rows}) + ["all"]:
+                here = [r for r in rows if category in ("all", r["category"])]
+                wins = [float(r["finish"] == "done" and r["reward"][score] == 1) for r in here]
+                by_index = collections.defaultdict(list)
+                for r, w in zip(here, wins):
+                    by_index[r["index"]].append(w)
+                lo, hi = rw.bootstrap(by_index) if category == "all" else rw.wilson(int(sum(wins)), len(wins))
+                table[f"{category} {score}{' without defective' if clean else ''}"] = (
+                    int(sum(wins)), len(wins), sum(wins) / max(len(wins), 1), lo, hi)
+    return table
+
+
+def evaluate(engine, tokenizer, tasks, path=None, **settings):
+    """Greedy episodes over `tasks` with the paper's evaluation caps; returns records (see trajectory_record).
+
+    `path`: a jsonl file; finished episodes are appended as they end and are not played again, so a killed evaluation
+    goes on where it was. The engine's temperature is put back afterwards."""
+    done = {}
+    if path and os.path.exists(path):
+        for line in open(path, encoding="utf-8"):
+            try:
+                record = json.loads(line)
+            except ValueError:      # the line that was being written when the program was killed
+                continue
+            done[record["task_id"]] = record
+    todo = [t for t in tasks if t.id not in done]
+    # Tasks with the same tools one after the other: their system prompt is then read once.
+    todo.sort(key=lambda t: env_bfcl.system_prompt(t))
+    out = open(path, "a", encoding="utf-8") if path else None
+
+    def keep(i, t):
+        done[t.task_id] = trajectory_record(t, todo[i])
+        if out:
+            out.write(json.dumps(done[t.task_id]) + "\n")
+            out.flush()
+
+    temperature, engine.temperature = getattr(engine, "temperature", None), 0.0
+    settings = {"max_response": 16384, "max_observation": 4096, "desc": "evaluate"} | settings
+    feedback = settings.pop("decode_feedback", "none")
+    try:
+        rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback=feedback) for t in todo], on_finish=keep, **settings)
+    finally:
+        engine.temperature = temperature
+        if out:
+            out.close()
+    return [done[t.id] for t in tasks]
+
+
+def write_upstream_results(records, folder):
+    """The records as bfcl-eval's own result files (one call per step, its Qwen wording), so that its checker scores them."""
+    for category in sorted({r["category"] for r in records}):
+        path = os.path.join(folder, f"BFCL_v4_multi_turn_{category}_result.json")
+        with open(path, "w", encoding="utf-8") as f:
+            for r in sorted((r for r in records if r["category"] == category), key=lambda r: r["index"]):
+                steps = [[env_bfcl.render_call(env_bfcl.Call(**c)) for c in turn] for turn in r["calls"]]
+                f.write(json.dumps({"id": r["task_id"], "result": steps}) + "\n")
+
+
+def format_table(table):
+    """summary()'s table as text."""
+    return "\n".join(f"{name:38} {k:4d}/{n:<4d} {100 * rate:5.1f} %  [{100 * lo:.1f}, {100 * hi:.1f}]"
+                     for name, (k, n, rate, lo, hi) in table.items())
+
+
+@dataclass
+class EvalConfig:
+    model: str = field(metadata={"help": "a Hugging Face directory, a .gguf file or a hub id"})
+    split: str = field(default="test", metadata={"help": "train, test or all"})
+    categories: str = field(default="base,miss_func,miss_param,long_context", metadata={"help": "comma-separated"})
+    out: str = field(default="", metadata={"help": "folder of the results; default runs/eval/<model name>"})
+    limit: int = field(default=0, metadata={"help": "only the first N tasks of each category"})
+    engine: str = field(default="auto", metadata={"help": "vllm, hf or auto"})
+    short_docs: bool = field(default=False, metadata={"help": "tool docs without their 'response' part"})
+    decode_feedback: str = field(default="none", metadata={"help": "answer to an undecodable call: none, short or error"})
+    think: bool = field(default=False, metadata={"help": "let a hybrid model think (Qwen3)"})
+    max_action: int = field(default=2048, metadata={"help": "tokens per message"})
+    kv_gib: float = field(default=16.0, metadata={"help": "GiB of keys and values in vLLM"})
+    show: int = field(default=0, metadata={"help": "print the first N trajectories with their sampled tokens marked"})
+
+
+def main():
+    config = parse_flags(EvalConfig, description=__doc__.split("\n")[0])
+    try:
+        tasks = env_bfcl.load_tasks(config.split, tuple(config.categories.split(",")), short_docs=config.short_docs)
+        path = find_model(config.model)
+        tokenizer = load_tokenizer(path)
+        if config.limit:
+            tasks = [t for c in config.categories.split(",") for t in [t for t in tasks if t.category == c][: config.limit]]
+        out = config.out or os.path.join("runs", "eval", os.path.basename(os.path.normpath(path)))
+        os.makedirs(out, exist_ok=True)
+        # An evaluation is continued only under the flags that started it.
+        flags, flags_path = dataclasses.asdict(config) | {"show": 0, "limit": 0}, os.path.join(out, "config.json")
+        if os.path.exists(flags_path) and json.load(open(flags_path)) != flags:
+            raise ValueError(f"{out} holds an evaluation with other flags: give another --out")
+        json.dump(flags, open(flags_path, "w"), indent=1)
+        engine = make_engine(config.engine, path, tokenizer, kv_gib=config.kv_gib, max_model_len=8192 + 16384)
+    except (ValueError, OSError) as e:
+        sys.exit(f"error: {e}")
+    records = evaluate(engine, tokenizer, tasks, os.path.join(out, "episodes.jsonl"), think=config.think,
+                       decode_feedback=config.decode_feedback, max_action=config.max_action)
+    for r in records[: config.show]:
+        t = Trajectory(**{f.name: r[f.name] for f in dataclasses.fields(Trajectory) if f.name != "reward"})
+        t.reward = rw.Reward(**r["reward"]) if r["reward"] else None
+        print_trajectory(t, tokenizer)
+    write_upstream_results(records, out)
+    table = summary(records)
+    json.dump(table, open(os.path.join(out, "summary.json"), "w"), indent=1)
+    print(format_table(table))
+    print("finish:", dict(collections.Counter(r["finish"] for r in records)), f"\nwritten to {out}/")
+
+
+if __name__ == "__main__":
+    main()
