@@ -32,8 +32,7 @@ import time
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import (find_model, load_model, load_tokenizer, make_engine, parse_flags, print_trajectory, rollout,
-                     trajectory_record)
+from rollout import find_model, load_model, load_tokenizer, make_engine, parse_flags, print_trajectory, rollout
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -607,13 +606,6 @@ def train_tasks(config, split="train"):
     if config.train_tasks:
         tasks = sorted(tasks, key=lambda t: (len(env_bfcl.system_prompt(t)), env_bfcl.system_prompt(t), t.index))[: config.train_tasks]
     return tasks
-
-
-def save_rollouts(out, step, rank, trajectories, tasks_by_id):
-    os.makedirs(os.path.join(out, "rollouts"), exist_ok=True)
-    with open(os.path.join(out, "rollouts", f"{step:06d}.{rank}.jsonl"), "w", encoding="utf-8") as f:
-        for t in trajectories:
-            f.write(json.dumps(trajectory_record(t, tasks_by_id[t.task_id])) + "\n")
 
 
 def main():

@@ -26,7 +26,7 @@ import time
 import zlib
 from dataclasses import dataclass, field
 
-from rollout import (evaluate, find_model, load_tokenizer, make_engine, parse_flags, print_trajectory, summary)     # before torch
+from rollout import evaluate, find_model, load_tokenizer, make_engine, parse_flags, save_trajectories, summary     # before torch
 import torch
 from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
@@ -41,7 +41,7 @@ FAMILIES = {    # the settings of a model family: the paper's, and one that a CP
     "qwen2.5": dict(model="Qwen/Qwen2.5-1.5B-Instruct", rounds="50,100,150"),
     "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
     "tiny": dict(model="runs/tiny_model", rounds="6,6", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
-                 lr=3e-4, warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.98, ets_epochs=6, failed="any", failed_window=3,
+                 lr=3e-4, warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.995, ets_epochs=6, failed="any", failed_window=3,
                  max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base"),
 }
 SIGNALS = {     # signal -> its schedules; the first is the paper's
@@ -231,7 +231,8 @@ def run_rl(run, phase):
             outcome[task_id][1] += 1
         run.outcomes.append(dict(outcome))
         if config.save_rollouts:
-            grpo.save_rollouts(config.out, state["step"], run.learner.accelerator.process_index, trajectories, by_id)
+            save_trajectories(os.path.join(config.out, "rollouts", f"{state['step']:06d}.{run.learner.accelerator.process_index}.jsonl"),
+                              trajectories, [by_id[t.task_id] for t in trajectories])
         run.write(kind="grpo", phase=state["phase"], step=state["step"], **metrics, outcomes=outcome)
         if run.main:
             tqdm.write(grpo.step_line(state["step"], metrics))

@@ -19,6 +19,7 @@ Deviations from the paper's released code:
 import collections
 import dataclasses
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -34,6 +35,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
@@ -374,53 +376,60 @@ class HFEngine:
 class VLLMEngine:
     """vLLM in this process: ids in, ids and log-probabilities out, weights handed over by reference."""
 
-    def __init__(self, model, stop, temperature=1.0, seed=0, max_model_len=16384, kv_gib=16.0, max_seqs=512, sleep=False):
+    def __init__(self, model, stop, temperature=1.0, seed=0, max_model_len=16384, kv_gib=16.0, sleep=False):
         gpu = torch.cuda.is_available()
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             raise ValueError("unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments: vLLM's sleep mode frees nothing with it")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1" if kv_gib < 1 else str(int(kv_gib)))
         if not gpu:
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")   # compiling takes longer here than it saves
+            for name, value in (("VLLM_CPU_KVCACHE_SPACE", str(max(int(kv_gib), 1))), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+                                ("TORCHDYNAMO_DISABLE", "1")):      # compiling takes longer here than it saves
+                os.environ.setdefault(name, value)
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
         if gpu:
-            how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), enable_sleep_mode=sleep)
+            hashing = "xxhash" if importlib.util.find_spec("xxhash") else "sha256"
+            how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), enable_sleep_mode=sleep, max_num_seqs=512,
+                       block_size=64, prefix_caching_hash_algo=hashing)
         else:
             import vllm._custom_ops as ops
             ops._supports_onednn = False    # else a tied output head silently keeps its old weights after a push
-            how = dict(dtype="float32", enforce_eager=True)
-        self.llm = LLM(model=model, max_model_len=max_model_len, max_num_seqs=max_seqs, seed=seed, skip_tokenizer_init=True,
-                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", **how)
-        self.core, self.gpu, self.stop, self.temperature, self.seed = self.llm.llm_engine, gpu, stop, temperature, seed
-        self.params = functools.partial(SamplingParams, logprobs=0, detokenize=False, stop_token_ids=list(stop), top_p=1.0,
-                                        top_k=0, output_kind=RequestOutputKind.FINAL_ONLY)
-        self.added = 0
+            # A seeded request whose prompt is read in chunks kills vLLM's CPU engine (a CPU generator has no offset).
+            how = dict(dtype="float32", enforce_eager=True, max_num_seqs=64, enable_chunked_prefill=False, max_num_batched_tokens=max_model_len)
+        # generation_config="vllm": the model's own would silently add top_k and stop ids to what is sampled.
+        self.llm = LLM(model=model, max_model_len=max_model_len, seed=seed, skip_tokenizer_init=True, generation_config="vllm",
+                       enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False, **how)
+        self.core, self.gpu, self.temperature, self.seed, self.added = self.llm.llm_engine, gpu, temperature, seed, 0
+        self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, flat_logprobs=True, detokenize=False,
+                                        stop_token_ids=list(stop), output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
     def add(self, request_id, ids, max_tokens):
-        # A seed per request costs a sampler row each on the GPU and would still not make it bit-exact: CPU only.
-        seed = None if self.gpu else request_seed(self.seed, request_id, len(ids))
-        self.added += 1     # vLLM wants each request's name once
-        self.core.add_request(f"{request_id}/{self.added}", {"prompt_token_ids": list(ids)},
-                              self.params(temperature=self.temperature, max_tokens=max_tokens, seed=seed))
+        # On the GPU a seed per request would cost time and still not make a run bit-exact.
+        seed = request_seed(self.seed, request_id, len(ids)) if self.temperature and not self.gpu else None
+        self.added += 1     # vLLM wants each name once
+        self.core.add_request(f"{request_id}/{self.added}", {"prompt_token_ids": ids}, self.params(
+            temperature=self.temperature, max_tokens=max_tokens, seed=seed))
 
     def step(self):
         finished = []
-        for output in self.core.step():
-            if output.finished:
-                c = output.outputs[0]
-                ids = list(c.token_ids)
-                reason = c.finish_reason if c.finish_reason in ("stop", "length") else "error"
-                finished.append((int(output.request_id.split("/")[0]), ids, [d[t].logprob for d, t in zip(c.logprobs, ids)], reason))
+        for output in self.core.step():     # FINAL_ONLY: nothing but finished requests
+            c = output.outputs[0]
+            logp = [c.logprobs.logprobs[s] for s in c.logprobs.start_indices]       # a position's first entry is the sampled token
+            reason = c.finish_reason if c.finish_reason in ("stop", "length") else "error"
+            finished.append((int(output.request_id.split("/")[0]), list(c.token_ids), logp, reason))
         return finished
 
     def load_weights(self, named):
         named = [(n, p.detach()) for n, p in named]
         self.llm.apply_model(lambda m: m.load_weights(iter(named)))
-        if not self.llm.reset_prefix_cache():   # it refuses while requests run; old keys would then be reused
+        if not self.llm.reset_prefix_cache():   # it refuses while requests run; old keys would then be reused (vllm#9744)
             raise RuntimeError("vLLM did not drop its prefix cache after the weight push")
 
     def close(self):
+        from vllm.distributed import cleanup_dist_env_and_memory
+        self.core.engine_core.shutdown()
         del self.core, self.llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
 
 
 def make_engine(kind, model, tokenizer, **settings):
@@ -459,6 +468,8 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
             start = time.perf_counter()
             t.reward = rw.score(env.task, env.calls_per_turn)
             spent["reward_s"] += time.perf_counter() - start
+            if t.reward.error not in (None, "turns"):   # an exception in scoring
+                t.finish, t.infra_error, t.reward = "infra", f"reward: {t.reward.error}", None
         env.close()
         bar.update()
         if on_finish:
@@ -523,11 +534,37 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
     return trajectories
 
 
-def trajectory_record(t, task):
-    """A Trajectory as a JSON object (for --save_rollouts, evaluation and the report)."""
+def trajectory_record(t, task, prompt=True):
+    """A Trajectory as a JSON object. `ids`, `mask` and `logp` start after the prompt; the prompt's ids, thousands of them and
+    the same for a whole group, are in "prompt_ids" if `prompt`."""
     record = {k: v for k, v in dataclasses.asdict(t).items() if k not in ("reward", "calls")}
+    record |= {"ids": t.ids[t.prompt_len:], "mask": t.mask[t.prompt_len:], "logp": [round(x, 6) for x in t.logp[t.prompt_len:]]}
     return record | {"category": task.category, "index": task.index, "reward": t.reward and dataclasses.asdict(t.reward),
-                     "calls": [[dataclasses.asdict(c) for c in turn] for turn in t.calls]}
+                     "calls": [[dataclasses.asdict(c) for c in turn] for turn in t.calls],
+                     "prompt_ids": t.ids[: t.prompt_len] if prompt else None}
+
+
+def save_trajectories(path, trajectories, tasks):
+    """One JSON line each; `tasks[i]` is the task of trajectories[i]. A group's prompt is written once."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        for k, (t, task) in enumerate(zip(trajectories, tasks)):
+            same = k and trajectories[k - 1].ids[: trajectories[k - 1].prompt_len] == t.ids[: t.prompt_len]
+            f.write(json.dumps(trajectory_record(t, task, prompt=not same)) + "\n")
+
+
+def load_trajectories(path):
+    """The trajectories of save_trajectories, ready for grpo.update: the update can be studied without an engine."""
+    trajectories, prompt = [], []
+    for line in open(path, encoding="utf-8"):
+        r = json.loads(line)
+        prompt = r["prompt_ids"] if r["prompt_ids"] is not None else prompt
+        t = Trajectory(**{f.name: r[f.name] for f in dataclasses.fields(Trajectory)})
+        t.ids, t.mask, t.logp = prompt + t.ids, [0] * len(prompt) + t.mask, [0.0] * len(prompt) + t.logp
+        t.reward = rw.Reward(**r["reward"]) if r["reward"] else None
+        t.calls = [[env_bfcl.Call(**c) for c in turn] for turn in r["calls"]]
+        trajectories.append(t)
+    return trajectories
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -640,9 +677,7 @@ def main():
         sys.exit(f"error: {e}")
     records = evaluate(engine, tokenizer, tasks, os.path.join(out, "episodes.jsonl"), think=config.think,
                        decode_feedback=config.decode_feedback, max_action=config.max_action)
-    for r in records[: config.show]:
-        t = Trajectory(**{f.name: r[f.name] for f in dataclasses.fields(Trajectory) if f.name != "reward"})
-        t.reward = rw.Reward(**r["reward"]) if r["reward"] else None
+    for t in load_trajectories(os.path.join(out, "episodes.jsonl"))[: config.show]:
         print_trajectory(t, tokenizer)
     write_upstream_results(records, out)
     table = summary(records)
