@@ -274,8 +274,12 @@ def _parse_python_call(source):
 def system_prompt(task):
     """The content of the system message: the documents of all functions that aren't withheld, in Qwen's own wording."""
     withheld = {name for names in task.held_out.values() for name in names}
-    docs = [{**doc, "description": doc["description"] + " Note that the provided function is in Python 3 syntax."}
-            for doc in task.tools if doc["name"] not in withheld]
+    return tools_prompt([{**doc, "description": doc["description"] + " Note that the provided function is in Python 3 syntax."}
+                         for doc in task.tools if doc["name"] not in withheld])
+
+
+def tools_prompt(docs):
+    """Qwen's own wording around tool documents, one JSON a line."""
     return ("# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
             + "".join(f"\n{json.dumps(doc)}" for doc in docs) +
@@ -391,11 +395,11 @@ def tree_fits(file_system):
 class BFCLEnv:
     """One episode of one task. `finish` is None while it runs, then "done", "length" or "max_steps"."""
 
-    def __init__(self, task, decode_feedback="none", max_steps_per_turn=20, *, wipe_each_turn=False):
+    def __init__(self, task, decode_feedback="none", max_steps_per_turn=20, *, wipe_each_turn=False, hint=""):
         if decode_feedback not in ("none", "short", "error"):
             raise ValueError(f"decode_feedback {decode_feedback!r}: choose one of none, short, error")
         self.task, self.decode_feedback, self.max_steps_per_turn = task, decode_feedback, max_steps_per_turn
-        self.wipe_each_turn = wipe_each_turn
+        self.wipe_each_turn, self.hint = wipe_each_turn, hint   # hint: text at the end of the system message
         self.names = task.names
         self.reset()
 
@@ -407,7 +411,8 @@ class BFCLEnv:
         self.feedback_count = {}     # malformed, unclosed, held_out, unknown, not_executed -> how often
         self.finish = None
         self.steps = 0               # tool steps in this user turn
-        return [{"role": "system", "content": system_prompt(self.task)}, *user_messages(self.task, 0)]
+        system = system_prompt(self.task) + (f"\n\n{self.hint}" if self.hint else "")
+        return [{"role": "system", "content": system}, *user_messages(self.task, 0)]
 
     def step(self, text, finish_reason="stop"):
         """Takes a message of the model; returns the new messages, or None when the episode is over."""

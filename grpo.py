@@ -32,7 +32,8 @@ import time
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import find_model, load_model, load_tokenizer, make_engine, parse_flags, print_trajectory, rollout
+from rollout import (chat_glue, find_model, load_model, load_tokenizer, make_engine, parse_flags, print_trajectory, rollout,
+                     strip_hint)
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -72,6 +73,8 @@ class GRPOConfig:
     clip_high: float = field(default=0.2, metadata={"help": "the ratio is clipped above 1 + this"})
     dual_clip: float = field(default=3.0, metadata={"help": "a negative advantage counts at most this many times"})
     kl_coef: float = field(default=1e-4, metadata={"help": "weight of the k3 KL to the reference; 0 = no reference"})
+    ops_weight: str = field(default="plain", metadata={"help": "loss of demonstrations in a group: plain (paper) or luffy, p/(p+0.1)"})
+    hint_correction: bool = field(default=False, metadata={"help": "weigh hinted samples by p(without hint)/p(with it), at most 2"})
     tis: float = field(default=0.0, metadata={"help": "cap of the trainer/engine importance weight per token; 0 = off"})
     # sampling
     temperature: float = field(default=1.0, metadata={"help": "of sampling, and of the log-probabilities in the loss"})
@@ -108,14 +111,19 @@ def group_advantages(rewards):
     return adv.masked_fill(flat, 0.0)
 
 
-def policy_loss(logp, old_logp, adv, ref_logp=None, *, clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=1e-4, weight=None):
+def policy_loss(logp, old_logp, adv, ref_logp=None, *, clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=1e-4, weight=None,
+                shaped=None):
     """The loss of some trained tokens, summed: (scalar, dict of detached sums). All inputs are [K].
 
     PPO's clipped ratio, dual clip (arXiv 1912.09729) and the k3 estimator of KL(policy || reference)
-    (joschu.net/blog/kl-approx.html) with verl's clamps, as in the paper. `weight` multiplies the policy term (TIS, LUFFY)."""
+    (joschu.net/blog/kl-approx.html) with verl's clamps, as in the paper. `weight` [K] multiplies the policy term (importance weights). Where `shaped` [K] is
+    True the ratio is LUFFY's p / (p + 0.1) (arXiv 2504.14945), without a clip: tokens that nobody sampled."""
     # ALGO
     ratio = torch.exp((logp - old_logp).clamp(-20, 20))                             # [K]
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)                              # [K]
+    if shaped is not None:
+        p = logp.exp()
+        ratio, clipped = (torch.where(shaped, p / (p + 0.1), x) for x in (ratio, clipped))
     loss = torch.maximum(-adv * ratio, -adv * clipped)                              # [K]
     loss = torch.where(adv < 0, torch.minimum(loss, -adv * dual_clip), loss)        # [K]
     if weight is not None:
@@ -316,6 +324,26 @@ def make_learner(path, checkpointing=True):
     return Learner(model, accelerator)
 
 
+def check_tags(model, tokenizer, init=False):
+    """Say so when the rows of the tool tags equal a row that was never trained (Qwen2.5-Coder): such a model cannot emit them
+    and small learning rates do not get it there. `init` sets them to the mean of the rows of the tag's words, mean norm."""
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight
+        if len(rows) <= len(tokenizer):
+            return
+        unused, norm = rows[len(tokenizer)], rows[: len(tokenizer)].norm(dim=1).mean()
+        for tag in ("<tool_call>", "</tool_call>"):
+            i = tokenizer.convert_tokens_to_ids(tag)
+            if i is None or F.cosine_similarity(rows[i], unused, dim=0) < 0.999:
+                continue
+            tqdm.write(f"the embedding row of {tag} was never trained" + (": initialised" if init else ": SFT needs --init_tags to get anywhere"))
+            if init:
+                pieces = tokenizer(tag.replace("_", " "), add_special_tokens=False).input_ids
+                for weight in {id(w): w for w in (rows, model.get_output_embeddings().weight)}.values():
+                    mean = weight[pieces].mean(0)
+                    weight[i] = mean * norm / mean.norm()
+
+
 def set_optimizer(learner, lr, betas=(0.9, 0.999), weight_decay=0.01):
     """A new AdamW: the paper starts each phase with an empty one."""
     fused = learner.model.device.type == "cuda"
@@ -416,7 +444,7 @@ def update(learner, trajectories, adv, config, watch=None, progress=False):
     return _update_metrics(sums, norms, updates, watch)
 
 
-SUMS = ["tokens", "pg", "kl", "clipped", "ratio", "entropy", "gap", "groups", "kept", "row_tokens", "rows", "plain_tokens", "slot/first",
+SUMS = ["tokens", "pg", "kl", "clipped", "ratio", "entropy", "gap", "own", "groups", "kept", "row_tokens", "rows", "plain_tokens", "slot/first",
         "slot/after_open"]
 
 
@@ -433,14 +461,22 @@ def _row_loss(learner, row, pairs, old_logp, config, watch):
     if config.kl_coef and learner.reference is not None:
         with torch.no_grad():
             ref_logp = packed_logprobs(learner.reference, row, config.temperature)[0]
-    adv = torch.tensor([pairs[i][1] for i, _ in row.trained], device=device)                                            # [K]
-    engine_logp = torch.tensor([pairs[i][0].logp[p] for i, p in row.trained], device=device)                            # [K]
-    weight = torch.exp((old_logp - engine_logp).clamp(-20, 20)).clamp(max=config.tis) if config.tis else None
+    of = [pairs[i] for i, _ in row.trained]
+    adv = torch.tensor([a for _, a in of], device=device)                                                               # [K]
+    engine_logp = torch.tensor([t.logp[p] for (t, _), (_, p) in zip(of, row.trained)], device=device)                   # [K]
+    source = {s: torch.tensor([t.source == s for t, _ in of], device=device) for s in ("policy", "hint", "demo")}       # [K] each
+    importance = torch.exp((old_logp - engine_logp).clamp(-20, 20))
+    weight = torch.ones_like(adv)
+    if config.tis:
+        weight = torch.where(source["policy"], importance.clamp(max=config.tis), weight)
+    if config.hint_correction:
+        weight = torch.where(source["hint"], importance.clamp(max=2.0), weight)
     loss, sums = policy_loss(logp, old_logp, adv, ref_logp, clip_low=config.clip_low, clip_high=config.clip_high,
-                             dual_clip=config.dual_clip, kl_coef=config.kl_coef, weight=weight)
+                             dual_clip=config.dual_clip, kl_coef=config.kl_coef, weight=weight,
+                             shaped=source["demo"] if config.ops_weight == "luffy" else None)
     sums = {k: float(v) for k, v in sums.items()}
-    gap = (old_logp - engine_logp).abs()
-    sums |= {"tokens": len(row.trained), "entropy": float(entropy.sum()), "gap": float(gap.sum())}
+    gap = (old_logp - engine_logp).abs()[source["policy"]]      # demonstrations and hinted samples have another context
+    sums |= {"tokens": len(row.trained), "entropy": float(entropy.sum()), "gap": float(gap.sum()), "own": len(gap)}
     for slot, here in protocol_slots(row, [t for t, _ in pairs], watch or {}).items():
         sums[f"slot/{slot}"] = int(here.sum())
         for name, mass in zip(watch or (), watched[here.to(device)].sum(0).tolist()):
@@ -453,8 +489,9 @@ def _update_metrics(sums, norms, updates, watch):
     metrics = {"updates": updates, "updates_skipped": len(norms) - updates, "grad_norm": sum(norms) / len(norms) if norms else 0.0,
                "groups_kept": int(sums["kept"]), "groups_flat": int(sums["groups"] - sums["kept"]), "trained_tokens": int(sums["tokens"]),
                "rows": int(sums["rows"]), "row_tokens": int(sums["row_tokens"]), "tokens_saved": 1 - sums["row_tokens"] / max(sums["plain_tokens"], 1)}
-    for name, key in (("pg_loss", "pg"), ("kl", "kl"), ("clip_share", "clipped"), ("ratio", "ratio"), ("entropy", "entropy"), ("engine_gap", "gap")):
+    for name, key in (("pg_loss", "pg"), ("kl", "kl"), ("clip_share", "clipped"), ("ratio", "ratio"), ("entropy", "entropy")):
         metrics[name] = sums[key] / tokens
+    metrics["engine_gap"] = sums["gap"] / max(sums["own"], 1)
     for slot in ("first", "after_open"):
         for name in watch or ():
             metrics[f"control/{slot}/{name}"] = sums[f"control/{slot}/{name}"] / max(sums[f"slot/{slot}"], 1)
@@ -470,35 +507,49 @@ def task_order(n_tasks, per_step, step, seed):
     return [epoch(k // n_tasks)[k % n_tasks] for k in range(step * per_step, (step + 1) * per_step)]
 
 
-def play(learner, engine, tokenizer, tasks, step, config, make_env=BFCLEnv):
-    """n episodes of each task of this rank's share -> (trajectories, adv, stats); adv[i] is 0 where infra_error is set."""
+def play(learner, engine, tokenizer, tasks, step, config, signal):
+    """n episodes of each task of this rank's share -> (trajectories, adv, stats); adv[i] is 0 where infra_error is set.
+
+    `signal.demo(task)` is a trajectory that takes the first place of the group (OPS); `signal.hint(task, k)` a text that
+    sample k sees at the end of its system message (HBG); `signal.fault(trajectory)` may damage what training sees."""
     rank, world = learner.accelerator.process_index, learner.accelerator.num_processes
-    share = tasks[rank::world]
+    share, glue, stats, start = tasks[rank::world], chat_glue(tokenizer, config.think), {}, time.perf_counter()
     engine.temperature = config.temperature
     engine.seed = random.Random(f"{config.seed}/{step}/{rank}").randrange(2**31)
-    stats = {}
-    start = time.perf_counter()
-    envs = [make_env(t, decode_feedback=config.decode_feedback) for t in share for _ in range(config.n)]
-    trajectories = rollout(
-        engine, tokenizer, envs, groups=[g for g in range(len(share)) for _ in range(config.n)], max_generations=config.max_generations,
-        max_prompt=config.max_prompt, max_response=config.max_response, max_action=config.max_action,
-        max_observation=config.max_observation, think=config.think, stats=stats, desc="rollout" if rank == 0 else None)
+    demos = [[signal.demo(t)] if signal.demo else [] for t in share]
+    envs = [BFCLEnv(t, decode_feedback=config.decode_feedback, wipe_each_turn="state_reset" in signal.faults,
+                    hint=signal.hint(t, k) if signal.hint else "") for t, d in zip(share, demos) for k in range(config.n - len(d))]
+    sampled = iter(rollout(
+        engine, tokenizer, envs, max_generations=config.max_generations, max_prompt=config.max_prompt, max_response=config.max_response,
+        max_action=config.max_action, max_observation=config.max_observation, think=config.think,
+        train_cut_end="end_token" in signal.faults, stats=stats, desc="rollout" if rank == 0 else None))
+    trajectories, adv = [], []
+    for g, (task, demo) in enumerate(zip(share, demos)):
+        group = demo + [next(sampled) for _ in range(config.n - len(demo))]
+        whole = [t for t in group if not t.infra_error]
+        rewards = torch.tensor([[rw.training_reward(t.reward, t.finish, config.reward) for t in whole]])     # [1, n]
+        values = iter(group_advantages(rewards)[0].tolist() if whole else ())
+        for t in group:
+            t.group = g
+            if t.source == "hint":
+                strip_hint(t, task, glue)
+            if signal.fault and t.source != "demo":
+                signal.fault(t)
+            trajectories.append(t)
+            adv.append(0.0 if t.infra_error else next(values))
     stats["rollout_s"] = time.perf_counter() - start
-    adv = [0.0] * len(trajectories)
-    for g in range(len(share)):
-        here = [i for i in range(g * config.n, (g + 1) * config.n) if not trajectories[i].infra_error]
-        rewards = torch.tensor([[rw.training_reward(trajectories[i].reward, trajectories[i].finish, config.reward) for i in here]])
-        for i, a in zip(here, group_advantages(rewards)[0].tolist() if here else ()):
-            adv[i] = a
     return trajectories, adv, stats
 
 
 def rollout_metrics(learner, trajectories, config):
-    """Means over the step's trajectories on all ranks. Infrastructure failures are counted and otherwise left out."""
+    """Means over the step's own samples on all ranks: demonstrations and hinted samples would flatter the curve.
+    Infrastructure failures are counted and otherwise left out."""
     c = collections.Counter()
     for t in trajectories:
-        if t.infra_error:
-            c["infra"] += 1
+        if t.infra_error or t.source != "policy":
+            c["infra"] += bool(t.infra_error)
+            c["hinted"] += t.source == "hint"
+            c["hinted_success"] += t.source == "hint" and bool(t.reward) and rw.training_reward(t.reward, t.finish)
             continue
         c["n"] += 1
         c["reward"] += rw.training_reward(t.reward, t.finish, config.reward)
@@ -515,17 +566,18 @@ def rollout_metrics(learner, trajectories, config):
             c["messages"] += 1
             c[f"structure/{rw.structure(text, 'length' if t.finish == 'length' and k == len(t.texts) - 1 else 'stop')}"] += 1
     fixed = ["infra", "n", "reward", "success/official", "success/strict", "success/per_turn", "response_tokens", "sampled_tokens", "messages",
-             "calls", "refused_calls", "feedback/malformed"]
+             "calls", "refused_calls", "hinted", "hinted_success"]
+    fixed += [f"feedback/{f}" for f in ("malformed", "unclosed", "unknown", "held_out", "not_executed")]
     fixed += [f"finish/{f}" for f in ("done", "length", "max_steps", "max_generations", "max_response", "prompt")]
     fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed")]
     total = across_ranks(learner, {k: c[k] for k in fixed})
     n, messages = max(total["n"], 1), max(total["messages"], 1)
-    return {k: int(v) if k in ("infra", "n") else v / (messages if k.startswith("structure/") else n) for k, v in total.items()}
+    return {k: int(v) if k in ("infra", "n", "hinted", "hinted_success") else v / (messages if k.startswith("structure/") else n) for k, v in total.items()}
 
 
 def checklist(learner, trajectories, config, watch):
     """The step-0 checklist: numbers that must be right before the first update. Prints PASS or FAIL, returns a dict."""
-    groups = [t for t in trajectories if not t.infra_error and any(t.mask)][: 2 * config.n]
+    groups = [t for t in trajectories if not t.infra_error and any(t.mask) and t.source == "policy"][: 2 * config.n]
     rows = pack(groups, config.tokens_per_row)
     exact = learner.model.device.type == "cpu"
     gaps, kls, masses, slots = [], [], [], collections.Counter()
@@ -552,12 +604,19 @@ def checklist(learner, trajectories, config, watch):
     return {k: {"value": v, "pass": bool(ok)} for k, (v, ok) in values.items()}
 
 
-def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, *, make_env=BFCLEnv, transform=None):
+@dataclass
+class Signal:
+    """What a synchronous signal adds to a group, and the faults that are switched on; by default nothing. See play()."""
+    demo: object = None
+    hint: object = None
+    fault: object = None
+    faults: tuple = ()
+
+
+def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal=Signal()):
     """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank)."""
     watch = watch_ids(tokenizer)
-    trajectories, adv, stats = play(learner, engine, tokenizer, tasks, step, config, make_env)
-    if transform:       # signals that change a group before the update (interleave.py)
-        trajectories, adv = transform(trajectories, adv)
+    trajectories, adv, stats = play(learner, engine, tokenizer, tasks, step, config, signal)
     metrics = rollout_metrics(learner, trajectories, config)
     if step_in_phase == 0:
         metrics["checklist"] = checklist(learner, trajectories, config, watch)
@@ -590,6 +649,8 @@ def check_config(config):
         raise ValueError("--temperature must be > 0 in training")
     if config.reward not in ("official", "strict", "per_turn"):
         raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
+    if config.ops_weight not in ("plain", "luffy"):
+        raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.decode_feedback not in ("none", "short", "error"):
         raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
     for name in ("prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):

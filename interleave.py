@@ -1,22 +1,26 @@
 """The experiment: which signal, which schedule. Alternates GRPO (grpo.py) and SFT (sft.py), evaluates, saves, resumes.
 
 A run is a list of phases; a phase is a number of steps of one kind:
-    sft      SFT on the ground truth of all training tasks
-    rl       GRPO
+    sft      SFT on the ground truth of all training tasks (or on --sft_data)
+    rl       GRPO; with the signal ops one place of each group is the ground truth's, with hint some samples see a hint
     ets      SFT on the ground truth of the tasks that failed in the last steps of the RL round before it
+    prs      ets, and reflections on failed trajectories of those steps
 
 Deviations from the paper:
  1. One process and one program runs the whole schedule; the released scripts are resume points edited by hand.
  2. "Failed" means that all samples failed, as the paper says (--failed any: its code).
  3. Nothing is chosen on the test split. Evaluations are greedy, at the start and after each phase, on train and test tasks.
 
-    python interleave.py --preset qwen2.5/ets                    # the paper's ETS row; none, sft, sft_then_rl, ets
+    python interleave.py --preset qwen2.5/ets                    # a row of the paper's table: none sft ops hint ets prs
+    python interleave.py --preset qwen2.5/none --fault end_token state_reset    # with faults of the released code
     python interleave.py --preset qwen2.5/ets --rounds 4,4,4 --prompts 20       # a short look
     python interleave.py --preset tiny/ets                       # on a CPU (run.sh makes the tiny model)
     python interleave.py --preset qwen2.5/ets --out runs/qwen2.5-ets            # again: goes on where it stopped
 """
 import collections
 import dataclasses
+import functools
+import glob
 import json
 import os
 import shutil
@@ -26,7 +30,8 @@ import time
 import zlib
 from dataclasses import dataclass, field
 
-from rollout import evaluate, find_model, load_tokenizer, make_engine, parse_flags, save_trajectories, summary     # before torch
+from rollout import (chat_glue, evaluate, find_model, load_tokenizer, load_trajectories, make_engine, parse_flags,    # before torch
+                     save_trajectories, summary)
 import torch
 from accelerate.utils import gather_object
 from safetensors.torch import load_file, save_file
@@ -40,12 +45,19 @@ from grpo import GRPOConfig
 FAMILIES = {    # the settings of a model family: the paper's, and one that a CPU finishes in minutes
     "qwen2.5": dict(model="Qwen/Qwen2.5-1.5B-Instruct", rounds="50,100,150"),
     "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
-    "tiny": dict(model="runs/tiny_model", rounds="6,6", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
-                 lr=3e-4, warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.995, ets_epochs=6, failed="any", failed_window=3,
+    "tiny": dict(model="runs/tiny_model", rounds="8,8", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
+                 lr=1e-4, warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.999, ets_epochs=6, failed="any", failed_window=3,
                  max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base"),
 }
 SIGNALS = {     # signal -> its schedules; the first is the paper's
-    "none": ("rl",), "sft": ("sft_then_rl", "sft_only"), "ets": ("interleave",),
+    "none": ("rl",), "sft": ("sft_then_rl", "sft_only"), "ops": ("sync",), "hint": ("sync",), "ets": ("interleave",), "prs": ("interleave",),
+}
+FAULTS = {      # what the released code does, to be switched on one at a time
+    "end_token": "an end token that nobody sampled is added after a message cut by length, and trained",
+    "state_reset": "the simulators that the policy sees start over at each user turn; the reward's do not",
+    "no_think_context": "the empty think block is in the context for sampling, not for training",
+    "hint_context": "the hint ends with a literal end token, which closes the system message early",
+    "retokenize": "training sees the decoded and encoded text instead of the sampled ids",
 }
 
 
@@ -54,8 +66,13 @@ class Config(GRPOConfig):
     preset: str = field(default="", metadata={"help": "family/signal, e.g. qwen2.5/ets: sets the defaults of the other flags"})
     out: str = field(default="", metadata={"help": "the run's folder; default runs/<preset>"})
     fresh: bool = field(default=False, metadata={"help": "delete the run in OUT and start over (else it is continued)"})
-    signal: str = field(default="ets", metadata={"help": "none, sft or ets"})
-    schedule: str = field(default="", metadata={"help": "rl, sft_then_rl, sft_only, interleave; default: the signal's"})
+    signal: str = field(default="ets", metadata={"help": "none, sft, ops, hint, ets or prs"})
+    schedule: str = field(default="", metadata={"help": "rl, sft_then_rl, sft_only, sync, interleave; default: the signal's"})
+    fault: list[str] = field(default_factory=list, metadata={"help": f"switch on faults of the released code: {', '.join(FAULTS)}"})
+    hinted: int = field(default=2, metadata={"help": "samples of a group that see a hint (signal hint)"})
+    teacher: str = field(default="", metadata={"help": "URL of an OpenAI-compatible server that writes the reflections (signal prs)"})
+    teacher_model: str = field(default="", metadata={"help": "its model's name"})
+    sft_data: str = field(default="", metadata={"help": "chats for the phase sft instead of the ground truth (jsonl)"})
     rounds: str = field(default="50,100,150", metadata={"help": "GRPO steps of each round, comma-separated"})
     rl_warmup: int = field(default=5, metadata={"help": "warm-up steps of the rounds after an SFT phase"})
     sft_start: int = field(default=0, metadata={"help": "SFT steps before anything else (for a start that cannot call tools)"})
@@ -68,6 +85,8 @@ class Config(GRPOConfig):
     failed: str = field(default="all", metadata={"help": "a task failed if all (paper) or any (its code) of its samples failed"})
     failed_window: int = field(default=10, metadata={"help": "over this many last steps of the round"})
     optimizer: str = field(default="reset", metadata={"help": "Adam's moments at a phase border: reset (paper) or keep"})
+    data_order: str = field(default="reset", metadata={"help": "each round starts the task order anew (reset, paper) or goes on (keep)"})
+    init_tags: bool = field(default=False, metadata={"help": "give untrained <tool_call> rows of the embedding a start (Coder weights)"})
     reference: str = field(default="reset", metadata={"help": "KL reference: reset to each round's start (paper), or keep the first"})
     save_every: int = field(default=10, metadata={"help": "steps between checkpoints; the last two are kept"})
     eval_limit: int = field(default=0, metadata={"help": "evaluate on at most N tasks of each category; 0 = all"})
@@ -100,11 +119,24 @@ def read_config():
     config.schedule = config.schedule or SIGNALS[config.signal][0]
     if config.schedule not in SIGNALS[config.signal]:
         raise ValueError(f"--signal {config.signal} goes with --schedule {' or '.join(SIGNALS[config.signal])}, not {config.schedule!r}")
-    for name, legal in (("failed", ("all", "any")), ("optimizer", ("reset", "keep")), ("reference", ("reset", "keep"))):
+    for name, legal in (("failed", ("all", "any")), *((n, ("reset", "keep")) for n in ("optimizer", "reference", "data_order"))):
         if getattr(config, name) not in legal:
             raise ValueError(f"--{name} is {' or '.join(legal)}, not {getattr(config, name)!r}")
     if not all(r.strip().isdigit() for r in config.rounds.split(",")):
         raise ValueError(f"--rounds is a list of step numbers such as 50,100,150, not {config.rounds!r}")
+    for fault in config.fault:
+        if fault not in FAULTS:
+            raise ValueError(f"--fault is one of {', '.join(FAULTS)}, not {fault!r}")
+    if "hint_context" in config.fault and config.signal != "hint":
+        raise ValueError("--fault hint_context needs --signal hint")
+    if config.signal == "prs" and not config.save_rollouts:
+        raise ValueError("--signal prs reads the failed trajectories from OUT/rollouts: it needs --save_rollouts true")
+    if bool(config.teacher) != bool(config.teacher_model):
+        raise ValueError("--teacher URL and --teacher_model NAME go together")
+    if config.sft_data:
+        sft.read_chats(config.sft_data)
+    if not 0 < config.hinted <= config.n:
+        raise ValueError(f"--hinted must lie between 1 and --n {config.n}")
     if not config.model:
         raise ValueError("give --model DIR or a --preset")
     config.out = config.out or os.path.join("runs", config.signal)
@@ -143,12 +175,75 @@ def failed_tasks(outcomes, rule):
 
 
 def phase_dialogues(run, phase):
-    """The trajectories that an SFT phase trains on."""
-    tasks = run.tasks
-    if phase.kind == "ets":
-        ids = set(failed_tasks(run.outcomes[-run.config.failed_window:], run.config.failed))
-        tasks = [t for t in run.tasks if t.id in ids]
-    return sft.demonstrate(run.tokenizer, tasks, think=run.config.think)
+    """The trajectories that an SFT phase trains on, and counts for the log."""
+    config, tasks = run.config, run.tasks
+    if phase.kind == "sft":
+        if config.sft_data and phase.name == "sft":
+            chats = sft.read_chats(config.sft_data)
+            return [sft.encode_chat(run.tokenizer, c, f"{config.sft_data}:{k}", think=config.think) for k, c in enumerate(chats, 1)], {}
+        return sft.demonstrate(run.tokenizer, tasks, think=config.think), {}
+    ids = set(failed_tasks(run.outcomes[-config.failed_window:], config.failed))
+    dialogues = sft.demonstrate(run.tokenizer, [t for t in tasks if t.id in ids], think=config.think)
+    counts = {"failed_tasks": len(ids)}
+    if phase.kind == "prs":
+        teacher = functools.partial(sft.teacher_reflections, url=config.teacher, name=config.teacher_model,
+                                    cache=os.path.join(config.out, "teacher")) if config.teacher else None
+        reflections, lost = sft.reflect(run.tokenizer, failures(run), think=config.think, teacher=teacher)
+        dialogues += reflections
+        counts |= {"reflections": len(reflections), "reflections_lost": lost}
+    return dialogues, counts
+
+
+def failures(run):
+    """(task, trajectory) of one failed sample per task and step of the window, from OUT/rollouts: a resumed run sees the same."""
+    by_id, found = {t.id: t for t in run.tasks}, {}
+    first = max(run.state["step"] - min(run.config.failed_window, len(run.outcomes)), 0)
+    for step in range(first, run.state["step"]):
+        for path in sorted(glob.glob(os.path.join(run.config.out, "rollouts", f"{step:06d}.*.jsonl"))):
+            for t in load_trajectories(path):
+                if t.source == "policy" and t.reward and not (t.finish == "done" and t.reward.official):
+                    found.setdefault((step, t.task_id), (by_id[t.task_id], t))
+    return list(found.values())
+
+
+# --- ALGO: synchronous signals and faults ---------------------------------------------------------------------------------
+
+def make_signal(run):
+    """The run's grpo.Signal: what its groups hold beside the policy's own samples, and what is damaged on purpose."""
+    config, tokenizer, faults = run.config, run.tokenizer, tuple(run.config.fault)
+    signal = grpo.Signal(faults=faults)
+    if config.signal == "ops":      # 7 + 1: the ground truth is played in the live environment and scored like the others
+        signal.demo = lambda task: sft.demonstrate(tokenizer, [task], think=config.think)[0]
+    if config.signal == "hint":     # 2 + 6
+        closer = "\nAnswer in the required format." + (tokenizer.eos_token if "hint_context" in faults else "")
+        signal.hint = lambda task, k: sft.hint(task) + closer if k < config.hinted else ""
+    if "no_think_context" in faults or "retokenize" in faults:
+        signal.fault = lambda t: damage(t, tokenizer, config.think, faults)
+    return signal
+
+
+def damage(t, tokenizer, think, faults):
+    """Rebuild a trajectory as the released code's trainer sees it. The engine's log-probabilities stay with their tokens as
+    long as the ids do; re-tokenised ones get 0, so the agreement metric shows the fault."""
+    glue = chat_glue(tokenizer, think)
+    pieces, k = [], 0       # [ids, mask, logp] of each run of equal mask
+    while k < len(t.ids):
+        end = next((j for j in range(k, len(t.ids)) if t.mask[j] != t.mask[k]), len(t.ids))
+        pieces.append([t.ids[k:end], t.mask[k], t.logp[k:end]])
+        k = end
+    for piece, after in zip(pieces, pieces[1:] + [None]):
+        ids, sampled, logp = piece
+        if "no_think_context" in faults and not sampled and after and glue.think_block and ids[-len(glue.think_block):] == glue.think_block:
+            piece[0], piece[2] = ids[: -len(glue.think_block)], logp[: -len(glue.think_block)]
+        if "retokenize" in faults and sampled:
+            text = tokenizer.decode([i for i in ids if i not in glue.stop])
+            new = tokenizer(text, add_special_tokens=False).input_ids + [i for i in ids[-1:] if i in glue.stop]
+            if new != ids:
+                piece[0], piece[2] = new, [0.0] * len(new)
+    t.prompt_len = len(pieces[0][0])
+    t.ids = [i for ids, _, _ in pieces for i in ids]
+    t.mask = [m for ids, m, _ in pieces for _ in ids]
+    t.logp = [x for _, _, logp in pieces for x in logp]
 
 
 def sft_settings(config, phase):
@@ -202,12 +297,12 @@ def evaluate_now(run, name):
 
 def run_sft(run, phase):
     """An SFT phase from its `step_in_phase` on."""
-    dialogues = phase_dialogues(run, phase)
+    dialogues, counts = phase_dialogues(run, phase)
     if not dialogues:
         run.write(kind="event", event="skipped", phase=run.state["phase"], name=phase.name, step=run.state["step"], why="no task failed")
         return
     for step, metrics, last in sft.sft_phase(run.learner, dialogues, sft_settings(run.config, phase), run.state["step_in_phase"], desc=phase.name):
-        run.write(kind="sft", phase=run.state["phase"], step=run.state["step"], sft_step=step, dialogues=len(dialogues), **metrics)
+        run.write(kind="sft", phase=run.state["phase"], step=run.state["step"], sft_step=step, dialogues=len(dialogues), **counts, **metrics)
         run.state["step_in_phase"] = step + 1
         if (step + 1) % run.config.save_every == 0 and not last:
             save_checkpoint(run)
@@ -220,13 +315,14 @@ def run_rl(run, phase):
     """A round of GRPO from its `step_in_phase` on."""
     config, state = run.config, run.state
     config = dataclasses.replace(config, warmup=config.warmup if phase.name == "rl 1" else config.rl_warmup)
-    by_id = {t.id: t for t in run.tasks}
+    by_id, signal = {t.id: t for t in run.tasks}, make_signal(run)
     bar = tqdm(total=phase.steps, initial=state["step_in_phase"], desc=phase.name, disable=not run.main, dynamic_ncols=True)
     while state["step_in_phase"] < phase.steps:
-        batch = [run.tasks[i] for i in grpo.task_order(len(run.tasks), config.prompts, state["step"], config.seed)]
-        metrics, trajectories = grpo.grpo_step(run.learner, run.engine, run.tokenizer, batch, state["step"], state["step_in_phase"], config)
+        batch = [run.tasks[i] for i in grpo.task_order(len(run.tasks), config.prompts, state["step" if config.data_order == "keep" else "step_in_phase"], config.seed)]
+        metrics, trajectories = grpo.grpo_step(run.learner, run.engine, run.tokenizer, batch, state["step"], state["step_in_phase"], config, signal)
         outcome = collections.defaultdict(lambda: [0, 0])
-        for task_id, won in gather_object([(t.task_id, int(t.finish == "done" and t.reward.official == 1)) for t in trajectories if not t.infra_error]):
+        for task_id, won in gather_object([(t.task_id, int(t.finish == "done" and t.reward.official == 1)) for t in trajectories
+                                          if not t.infra_error and t.source == "policy"]):
             outcome[task_id][0] += won
             outcome[task_id][1] += 1
         run.outcomes.append(dict(outcome))
@@ -387,7 +483,10 @@ def prepare(config):
     tokenizer = load_tokenizer(base)
     if int(os.environ.get("RANK", 0)) == 0:
         path, state = prepare_out(config)
+    if "no_think_context" in config.fault and not chat_glue(tokenizer, config.think).think_block:
+        raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
     learner = grpo.make_learner(base, config.checkpointing)
+    grpo.check_tags(learner.model, tokenizer, config.init_tags)
     if not learner.accelerator.is_main_process:
         path, state = find_checkpoint(config.out)
     learner.accelerator.wait_for_everyone()
@@ -409,6 +508,8 @@ def prepare(config):
             f.truncate(state["metrics_bytes"])
         run.log = open(metrics, "a", encoding="utf-8")
         run.log.seek(0, os.SEEK_END)
+        for fault in config.fault:
+            tqdm.write(f"FAULT ON: {fault}: {FAULTS[fault]}")
         if not path:
             run.write(kind="config", **dataclasses.asdict(config))
         else:

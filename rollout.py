@@ -16,6 +16,7 @@ Deviations from the paper's released code:
     python rollout.py --model DIR --split test          # greedy evaluation on the test tasks, resumable
     python rollout.py --model DIR --split train --limit 5 --show 1      # and look at one trajectory, token by token
 """
+import argparse
 import collections
 import dataclasses
 import functools
@@ -41,6 +42,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -49,6 +51,8 @@ import env_bfcl
 import reward as rw
 from env_bfcl import BFCLEnv
 
+transformers.utils.logging.disable_progress_bar()   # one bar per loaded model is noise between ours
+
 
 # --- models and tokenizers -------------------------------------------------------------------------------------------
 
@@ -56,6 +60,9 @@ def parse_flags(config, args=None, description=None, defaults=None):
     """Command line over `defaults` -> `config` (a dataclass type). An unknown flag or a wrong type ends the program with one line."""
     parser = HfArgumentParser(config, description=description)
     parser.set_defaults(**(defaults or {}))
+    for action in parser._actions:
+        if action.nargs == "+":     # a list flag may be repeated: --fault a --fault b
+            action.__class__ = argparse._ExtendAction
     parser.error = lambda message: sys.exit(f"error: {message} (--help lists the flags)")
     values, unknown = parser.parse_args_into_dataclasses(args=args, return_remaining_strings=True)
     if unknown:
@@ -196,6 +203,15 @@ def observation_ids(glue, messages, max_observation):
     return glue.after_action + body + glue.before_action
 
 
+def strip_hint(trajectory, task, glue):
+    """Replace the hinted prompt by the plain one: the paper samples with the hint and optimises without it. The one place
+    where training does not see what the engine saw."""
+    plain = prompt_ids(glue, [{"content": env_bfcl.system_prompt(task)}, *env_bfcl.user_messages(task, 0)])
+    for name, head in (("ids", plain), ("mask", [0] * len(plain)), ("logp", [0.0] * len(plain))):
+        setattr(trajectory, name, head + getattr(trajectory, name)[trajectory.prompt_len:])
+    trajectory.prompt_len = len(plain)
+
+
 # --- trajectories -----------------------------------------------------------------------------------------------------
 
 @dataclass
@@ -214,6 +230,7 @@ class Trajectory:
     turns: list = field(default_factory=list)   # user-turn index of each text
     feedback: dict = field(default_factory=dict)    # what the environment had to say about malformed calls, counted
     refused: int = 0                            # calls of tools that were held out
+    source: str = "policy"                      # policy | hint (sampled with a hint) | demo (nobody sampled it)
     calls: list = field(default_factory=list)   # executed calls per user turn, as reward.score takes them
 
     def extend(self, ids, logp=None):
@@ -447,13 +464,14 @@ def make_engine(kind, model, tokenizer, **settings):
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_prompt=8192, max_response=8192, max_action=2048,
-            max_observation=1024, think=False, on_finish=None, stats=None, desc=None):
+            max_observation=1024, think=False, train_cut_end=False, on_finish=None, stats=None, desc=None):
     """Play every env to its end with `engine`; each trajectory moves on alone, there is no turn barrier.
 
     Returns one Trajectory per env, in order. `groups[i]` is copied into it. Caps are in tokens: `max_action` per message,
     `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
     the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None.
-    `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
+    `train_cut_end` is a fault of the released code, for measuring: an end token that nobody sampled is added, and trained,
+    after a message cut by length. `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
     glue, generations = chat_glue(tokenizer, think), [0] * len(envs)
     trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
     spent, left = collections.Counter(), len(envs)
@@ -463,6 +481,7 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
         nonlocal left
         t, env, left = trajectories[i], envs[i], left - 1
         t.finish, t.infra_error = finish, infra_error
+        t.source = "hint" if getattr(env, "hint", "") else "policy"
         t.calls, t.feedback, t.refused = env.calls_per_turn, dict(env.feedback_count), len(env.refused)
         if not infra_error:
             start = time.perf_counter()
@@ -514,6 +533,8 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
                 end(i, "infra", "engine error: the engine gave up on this request")
                 continue
             t.extend(list(ids), logp)
+            if train_cut_end and reason == "length":
+                t.extend([tokenizer.eos_token_id], [0.0])
             spent["generations"] += 1
             spent["sampled_tokens"] += len(ids)
             try:

@@ -14,20 +14,26 @@ Deviations from the paper:
     python sft.py --model DIR --out runs/sft --epochs 3 --lr 1e-5
     python sft.py --model DIR --show 2              # look at two dialogues with their trained tokens marked, train nothing
 """
+import ast
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import random
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from rollout import Trajectory, chat_glue, find_model, load_tokenizer, parse_flags, print_trajectory, rollout     # before torch
+from rollout import (Trajectory, chat_glue, find_model, load_tokenizer, observation_ids, parse_flags, print_trajectory,   # before torch
+                     prompt_ids, rollout)
 from tqdm import tqdm
 
 import env_bfcl
 import grpo
-from env_bfcl import BFCLEnv, render_call
+import reward as rw
+from env_bfcl import BFCLEnv, Call, parse_calls, render_call
 
 DONE = "I have completed this request."
 NO_FUNCTION = "I cannot do this: none of the available functions fits. Please provide the function that is needed."
@@ -37,6 +43,7 @@ NO_PARAMETER = "I cannot do this yet: a required parameter is missing. Please pr
 @dataclass
 class SFTConfig:
     model: str = field(default="", metadata={"help": "a Hugging Face directory, a .gguf file or a hub id"})
+    sft_data: str = field(default="", metadata={"help": "train on this file of chats instead (OpenAI's or ToolACE's form)"})
     out: str = field(default="runs/sft", metadata={"help": "folder of metrics.jsonl and the model"})
     seed: int = field(default=42, metadata={"help": "order of the dialogues"})
     categories: str = field(default="base,miss_func,miss_param", metadata={"help": "training categories, comma-separated"})
@@ -100,6 +107,206 @@ def demonstrate(tokenizer, tasks, texts=None, *, think=False, max_length=16384):
     engine = Reciter(chat_glue(tokenizer, think), texts)
     return rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback="error") for t in tasks], groups=list(range(len(tasks))), max_generations=100,
                    max_prompt=max_length, max_response=max_length, max_action=max_length, think=think)
+
+
+# --- hints and reflections: from the ground truth and the checker's first difference, "rule-made" wherever results are shown ---
+
+def hint(task):
+    """A text for the end of the system message: which calls each user turn needs. No tags, no special tokens in it."""
+    lines = ["Hints for this conversation (you may ignore them):"]
+    for turn, calls in enumerate(task.ground_truth, 1):
+        steps = [f"{c.name}({', '.join(f'{k}={json.dumps(v, ensure_ascii=False)}' for k, v in c.arguments.items())})" for c in calls]
+        lines.append(f"User turn {turn}: " + ("call " + ", then ".join(steps) + "." if steps else "no call; say what is missing."))
+    return re.sub(r"<\|.*?\|>|</?[a-z_]+>", "", "\n".join(lines))
+
+
+def check_calls(task, text):
+    """Why the tool calls in `text` are not valid for the task's tools, or "" if they are (and there is at least one)."""
+    calls, errors = parse_calls(text)
+    if errors or not calls:
+        return errors[0] if errors else "no complete <tool_call> block"
+    docs = {doc["name"]: doc["parameters"] for doc in task.tools}
+    for call in calls:
+        if call.name not in docs:
+            return f"there is no function {call.name[:64]!r}"
+        extra = sorted(set(call.arguments) - set(docs[call.name]["properties"]))
+        missing = sorted(set(docs[call.name]["required"]) - set(call.arguments))
+        if extra or missing:
+            return f"{call.name}: {'unknown' if extra else 'missing'} parameter {(extra or missing)[0]!r}"
+    return ""
+
+
+def failed_turn(task, calls):
+    """(turn, what the checker says) of the first turn that went wrong."""
+    difference = rw.first_difference(task, calls)
+    turn = min(difference.get("turn", 0), len(task.ground_truth) - 1)
+    return turn, difference.get("text", "the episode did not end by itself")
+
+
+def reflection_request(task, trajectory):
+    """The user message that asks for a reflection: the failed episode, turn by turn, as calls."""
+    lines = ["Review this failed attempt at a conversation with tools. Name the root cause, the evidence, one fix, similar scenarios and one "
+             "similar but different scenario, each with the right tool call.", ""]
+    for turn, calls in enumerate(trajectory.calls):
+        said = " ".join(m["content"] for m in env_bfcl.user_messages(task, turn))[:600]
+        lines += [f"User turn {turn + 1}: {said}", *(f"Assistant called: {json.dumps({'name': c.name, 'arguments': c.arguments})[:300]}" for c in calls)]
+        lines += [] if calls else ["Assistant called nothing."]
+    return "\n".join(lines + [f"The episode ended with: {trajectory.finish}."])
+
+
+def rule_made_reflection(task, trajectory):
+    """The default author of PRS's reflections: deterministic, its calls are the benchmark's own. The form is the paper's."""
+    turn, why = failed_turn(task, trajectory.calls)
+    right = task.ground_truth[turn]
+    did = trajectory.calls[turn] if turn < len(trajectory.calls) else []
+    pool = [c for calls in task.ground_truth[turn:] + task.ground_truth[:turn] for c in calls]
+    names = lambda calls: ", ".join(c.name for c in calls) or "nothing"
+    scenarios = ["a needed value is not in the last message but in an earlier result", "two functions look alike", "a result does not look as expected",
+                 "the request has several steps"]
+    lines = ["Core error analysis", f"Root cause: in user turn {turn + 1} {why}.", f"Evidence: the attempt called {names(did)}.",
+             f"Evidence: the request needs {names(right)}.", "Fix: " + ("make exactly these calls, in this order." if right else "call nothing and say what is missing.")]
+    lines += [render_call(c) for c in right]
+    lines += ["Similar scenarios"]
+    for k, when in enumerate(scenarios[: max(3, min(4, len(pool)))]):
+        call = pool[k % len(pool)]
+        lines += [f"{k + 1}. When {when}: call {call.name} with values from the conversation.", render_call(call)]
+    other = pool[-1]
+    lines += ["Similar but different", f"If the user had only asked for what {other.name} does, that one call is enough.", render_call(other),
+              "Accept the answer if every call is a complete block and the state after the turn is what the user asked for."]
+    return "\n".join(lines)
+
+
+def teacher_reflections(requests, url, name, cache, workers=8):
+    """Ask an OpenAI-compatible server for reflections: [text or None]. `requests`: [(task, trajectory)]. Answers are kept under
+    `cache`, so a resumed run asks nothing twice; one without valid calls is asked for once more, then counted as None."""
+    from openai import OpenAI, OpenAIError      # comes with vLLM
+    client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=4, timeout=120)
+    os.makedirs(cache, exist_ok=True)
+
+    def ask(request):
+        task, trajectory = request
+        truth = "\n".join(f"User turn {k}: " + " ".join(map(render_call, calls)) for k, calls in enumerate(task.ground_truth, 1))
+        messages = [{"role": "system", "content": env_bfcl.system_prompt(task)},
+                    {"role": "user", "content": reflection_request(task, trajectory) + f"\n\nThe right calls, for your eyes only:\n{truth}"}]
+        path = os.path.join(cache, hashlib.sha256(json.dumps([name, messages]).encode()).hexdigest()[:32] + ".json")
+        if os.path.exists(path):
+            return json.load(open(path))
+        for _ in range(2):
+            try:
+                text = client.chat.completions.create(model=name, messages=messages, temperature=0.7, max_tokens=4096).choices[0].message.content or ""
+            except OpenAIError as e:
+                tqdm.write(f"teacher: {str(e)[:200]}")
+                return None
+            text = text.rpartition("</think>")[2].strip()
+            if not check_calls(task, text):
+                with open(path + ".tmp", "w") as f:
+                    json.dump(text, f)
+                os.replace(path + ".tmp", path)
+                return text
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(tqdm(pool.map(ask, requests), total=len(requests), desc="teacher", leave=False))
+
+
+def reflect(tokenizer, failures, *, think=False, teacher=None):
+    """Failed episodes [(task, Trajectory)] -> (one-message dialogues [Trajectory], number of teacher calls that failed)."""
+    texts = teacher(failures) if teacher else [rule_made_reflection(task, t) for task, t in failures]
+    glue, out = chat_glue(tokenizer, think), []
+    for (task, failure), text in zip(failures, texts):
+        if text is None:
+            continue
+        t = Trajectory(f"{task.id}/reflection")
+        t.extend(prompt_ids(glue, [{"content": env_bfcl.system_prompt(task)}, {"content": reflection_request(task, failure)}]))
+        t.prompt_len = len(t.ids)
+        said = glue.encode(text) + [tokenizer.eos_token_id]
+        t.extend(said, [0.0] * len(said))
+        out.append(t)
+    return out, texts.count(None)
+
+
+# --- other people's dialogues (--sft_data) ----------------------------------------------------------------------------
+
+def read_chats(path):
+    """A jsonl or json file of chats with tools -> [[message]], roles system, user, assistant, in this project's wording.
+
+    Two forms: OpenAI's ({"messages", "tools"}; tool_calls become `<tool_call>` blocks, tool messages `<tool_response>`) and
+    ToolACE's ({"system", "conversations": [{"from", "value"}]}; its `[name(k='v')]` calls are read with ast, never
+    evaluated). ValueError names the first line that does not fit."""
+    with open(path, encoding="utf-8") as f:
+        text = f.read()
+    try:
+        lines = json.loads(text) if text.lstrip().startswith("[") else [l for l in text.splitlines() if l.strip()]
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
+    chats = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line) if isinstance(line, str) else line
+            chats.append(_toolace_chat(record) if "conversations" in record else _openai_chat(record))
+        except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as e:
+            raise ValueError(f"{path}, line {number}: {type(e).__name__}: {str(e)[:160]}") from None
+    return chats
+
+
+def _tools_text(docs):
+    return env_bfcl.tools_prompt([d.get("function", d) for d in docs])
+
+
+def _openai_chat(record):
+    messages = [{"role": "system", "content": _tools_text(record.get("tools") or [])}]
+    for m in record["messages"]:
+        content = m.get("content") or ""
+        if m["role"] == "system":
+            messages[0]["content"] = f"{content}\n\n{messages[0]['content']}"
+        elif m["role"] == "assistant":
+            calls = [c["function"] for c in m.get("tool_calls") or []]
+            arguments = [json.loads(c["arguments"]) if isinstance(c["arguments"], str) else c["arguments"] for c in calls]
+            messages.append({"role": "assistant", "content": "\n".join([content] * bool(content) + [render_call(Call(c["name"], a)) for c, a in zip(calls, arguments)])})
+        elif m["role"] == "tool" and messages[-1]["role"] == "user":
+            messages[-1]["content"] += f"\n<tool_response>\n{content}\n</tool_response>"
+        elif m["role"] in ("user", "tool"):
+            messages.append({"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>" if m["role"] == "tool" else content})
+        else:
+            raise ValueError(f"role {m['role']!r}")
+    return messages
+
+
+def _toolace_chat(record):
+    start = record["system"].index("[{")        # its list of functions, after a text about another call format
+    docs, _ = json.JSONDecoder().raw_decode(record["system"][start:])
+    docs = [d | {"name": re.sub(r"\W+", "_", d["name"].strip())} for d in docs]     # as in the calls
+    messages = [{"role": "system", "content": _tools_text(docs)}]
+    for m in record["conversations"]:
+        who, value = m["from"], m["value"]
+        if who == "assistant" and value.lstrip().startswith("["):
+            value = "\n".join(map(render_call, _python_calls(value)))
+        messages.append({"role": "assistant" if who == "assistant" else "user",
+                         "content": f"<tool_response>\n{value}\n</tool_response>" if who == "tool" else value})
+    return messages
+
+
+def _python_calls(text):
+    """[Get Weather(city='Rome')] -> calls; names with spaces or dots become one word."""
+    text = re.sub(r"([\w.][\w .\-/]*)\(", lambda m: re.sub(r"\W+", "_", m[1].strip()) + "(", text.strip())
+    calls = ast.parse(text, mode="eval").body.elts
+    return [Call(c.func.id, {k.arg: ast.literal_eval(k.value) for k in c.keywords}) for c in calls]
+
+
+def encode_chat(tokenizer, messages, name, *, think=False):
+    """[system, user, assistant, user, ...] -> Trajectory with the same glue as a rollout; mask 1 on assistant messages."""
+    if [m["role"] for m in messages] != ["system"] + ["user", "assistant"] * ((len(messages) - 1) // 2):
+        raise ValueError(f"{name}: roles must be system, then user and assistant in turn, assistant last")
+    glue, t = chat_glue(tokenizer, think), Trajectory(name)
+    t.extend(prompt_ids(glue, messages[:2]))
+    t.prompt_len = len(t.ids)
+    for k, m in enumerate(messages[2:]):
+        if m["role"] == "assistant":
+            said = glue.encode(m["content"]) + [tokenizer.eos_token_id]
+            t.extend(said, [0.0] * len(said))
+        else:
+            t.extend(observation_ids(glue, [m], max_observation=8192))
+    return t
 
 
 # --- ALGO: batches, schedule, one step ------------------------------------------------------------------------------------
@@ -179,7 +386,11 @@ def main():
         path = find_model(config.model, config.out)
         tokenizer = load_tokenizer(path)
         tasks = grpo.train_tasks(config)
-        dialogues = demonstrate(tokenizer, tasks[: config.show or None], think=config.think)
+        if config.sft_data:
+            chats = read_chats(config.sft_data)
+            dialogues = [encode_chat(tokenizer, c, f"{config.sft_data}:{k}", think=config.think) for k, c in enumerate(chats, 1)][: config.show or None]
+        else:
+            dialogues = demonstrate(tokenizer, tasks[: config.show or None], think=config.think)
         if config.show:
             for t in dialogues:
                 print_trajectory(t, tokenizer)
