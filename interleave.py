@@ -46,7 +46,7 @@ FAMILIES = {    # the settings of a model family: the paper's, and one that a CP
     "qwen2.5": dict(model="Qwen/Qwen2.5-1.5B-Instruct", rounds="50,100,150"),
     "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
     "tiny": dict(model="runs/tiny_model", rounds="8,8", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
-                 lr=1e-4, warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.999, ets_epochs=6, failed="any", failed_window=3,
+                 lr=2e-4, warmup=3, rl_warmup=3, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.995, ets_epochs=6, failed="any", failed_window=3,
                  max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base"),
 }
 SIGNALS = {     # signal -> its schedules; the first is the paper's
@@ -301,7 +301,8 @@ def run_sft(run, phase):
     if not dialogues:
         run.write(kind="event", event="skipped", phase=run.state["phase"], name=phase.name, step=run.state["step"], why="no task failed")
         return
-    for step, metrics, last in sft.sft_phase(run.learner, dialogues, sft_settings(run.config, phase), run.state["step_in_phase"], desc=phase.name):
+    for step, metrics, last in sft.sft_phase(run.learner, dialogues, sft_settings(run.config, phase), run.state["step_in_phase"],
+                                                 run.state["recent"], desc=phase.name):
         run.write(kind="sft", phase=run.state["phase"], step=run.state["step"], sft_step=step, dialogues=len(dialogues), **counts, **metrics)
         run.state["step_in_phase"] = step + 1
         if (step + 1) % run.config.save_every == 0 and not last:
@@ -354,8 +355,6 @@ def begin_phase(run, phase):
                 shutil.rmtree(path, ignore_errors=True)
                 run.learner.model.save_pretrained(path + ".tmp")
                 os.replace(path + ".tmp", path)
-                if run.state["reference"] and run.state["reference"] != path:
-                    shutil.rmtree(run.state["reference"], ignore_errors=True)
             run.state["reference"] = path
             run.learner.accelerator.wait_for_everyone()
             grpo.set_reference(run.learner, path)
@@ -369,14 +368,14 @@ def train(run):
         evaluate_now(run, "start")
     while run.state["phase"] < len(phases):
         phase = phases[run.state["phase"]]
-        if run.state["step_in_phase"] == 0:
-            begin_phase(run, phase)
         if not run.state["evaluating"]:
+            if run.state["step_in_phase"] == 0:
+                begin_phase(run, phase)
             (run_rl if phase.kind == "rl" else run_sft)(run, phase)
             run.state["evaluating"] = True
             save_checkpoint(run)
         evaluate_now(run, phase.name)
-        run.state |= {"phase": run.state["phase"] + 1, "step_in_phase": 0, "evaluating": False}
+        run.state |= {"phase": run.state["phase"] + 1, "step_in_phase": 0, "evaluating": False, "recent": []}
         save_checkpoint(run)
 
 
@@ -407,6 +406,10 @@ def save_checkpoint(run):
         os.close(folder)
         for old in checkpoints(run.config.out)[:-2]:
             shutil.rmtree(old)
+        named = {json.load(open(os.path.join(c, "state.json"))).get("reference") for c in checkpoints(run.config.out)}
+        for old in glob.glob(os.path.join(run.config.out, "reference-*")):
+            if old not in named:
+                shutil.rmtree(old)
     run.learner.accelerator.wait_for_everyone()
 
 
@@ -492,7 +495,7 @@ def prepare(config):
     learner.accelerator.wait_for_everyone()
     engine = make_engine(config.engine, base, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, seed=config.seed,
                          max_model_len=config.max_prompt + 16384)
-    state = state or {"phase": 0, "step_in_phase": 0, "step": 0, "saves": 0, "reference": "", "evaluating": False, "metrics_bytes": 0}
+    state = state or {"phase": 0, "step_in_phase": 0, "step": 0, "saves": 0, "reference": "", "evaluating": False, "recent": [], "metrics_bytes": 0}
     outcomes = state.pop("outcomes", [])
     state.pop("files", None)
     run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes)

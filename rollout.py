@@ -617,12 +617,10 @@ def evaluate(engine, tokenizer, tasks, path=None, **settings):
     goes on where it was. The engine's temperature is put back afterwards."""
     done = {}
     if path and os.path.exists(path):
-        for line in open(path, encoding="utf-8"):
-            try:
-                record = json.loads(line)
-            except ValueError:      # the line that was being written when the program was killed
-                continue
-            done[record["task_id"]] = record
+        with open(path, "rb+") as f:    # without the line that was being written when the program was killed
+            f.truncate(f.read().rfind(b"\n") + 1)
+        with open(path, encoding="utf-8") as f:
+            done = {r["task_id"]: r for r in map(json.loads, f)}
     todo = [t for t in tasks if t.id not in done]
     # Tasks with the same tools one after the other: their system prompt is then read once.
     todo.sort(key=lambda t: env_bfcl.system_prompt(t))

@@ -42,7 +42,7 @@ make_venv() {   # the first interpreter that the pins have wheels for
         "$python" -m venv "$VENV" || { rm -rf "$VENV"; die "$python -m venv failed (on Debian and Ubuntu: apt install python3-venv)"; }
         return
     done
-    die "needs Python 3.11 to 3.14, found $("${PYTHON:-python3}" --version 2>&1 || true); PYTHON=/path/to/python names another"
+    die "needs Python 3.11 to 3.14, found $("${PYTHON:-python3}" --version 2>/dev/null || echo none); PYTHON=/path/to/python names another"
 }
 
 pip_install() {     # pip's own lines are for install.log; of a failure the last ones are shown

@@ -57,7 +57,7 @@ class SFTConfig:
     warmup_ratio: float = field(default=0.1, metadata={"help": "share of the steps with a rising rate"})
     dialogues: int = field(default=13, metadata={"help": "dialogues a step (13 are about the paper's 128 rows)"})
     max_length: int = field(default=8192, metadata={"help": "tokens; longer dialogues are left out and counted"})
-    stop_accuracy: float = field(default=0.0, metadata={"help": "stop once a whole epoch's token accuracy reaches this; 0 = never"})
+    stop_accuracy: float = field(default=0.0, metadata={"help": "stop once the last steps' token accuracy reaches this; 0 = never"})
     group_by_tools: bool = field(default=False, metadata={"help": "fill steps with dialogues of the same tools: fewer tokens, other batches"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward"})
     show: int = field(default=0, metadata={"help": "print the first N dialogues and stop"})
@@ -355,23 +355,25 @@ def sft_step(learner, batch, lr, config):
             "read_tokens": int(sums["read"]), "grad_norm": norm, "lr": lr, "updates_skipped": int(not stepped)}
 
 
-def sft_phase(learner, trajectories, config, start=0, desc="sft"):
+def sft_phase(learner, trajectories, config, start=0, recent=None, desc="sft"):
     """Yield (step, metrics, last) for every step from `start` on; `last` is True on the final one.
 
-    Stops early once an epoch's mean token accuracy reaches `config.stop_accuracy`: what has been memorised to the last
-    token leaves RL nothing, since every sample of a group is then the same."""
+    Stops early once the mean token accuracy of an epoch, and of at least 10 steps, reaches `config.stop_accuracy`: what has
+    been memorised to the last token leaves RL nothing, since every sample of a group is then the same. `recent` is the list
+    of those accuracies; a resumed phase hands in the one it had."""
     fit = [t for t in trajectories if len(t.ids) <= config.max_length and any(t.mask)]
     if len(fit) < len(trajectories):
         tqdm.write(f"{len(trajectories) - len(fit)} of {len(trajectories)} dialogues are longer than {config.max_length} tokens: left out")
     per_epoch = len(batches(fit, config, 0)) if fit else 0
     total = (config.steps or config.epochs * per_epoch) if fit else 0
-    recent = []
+    recent, window = [] if recent is None else recent, max(per_epoch, 10)
     bar = tqdm(total=total, initial=start, desc=desc, leave=False, disable=not learner.accelerator.is_main_process, dynamic_ncols=True)
     for step in range(start, total):
         batch = batches(fit, config, step // per_epoch)[step % per_epoch]
         metrics = sft_step(learner, batch, cosine_lr(config, step, total), config)
-        recent = (recent + [metrics["token_accuracy"]])[-per_epoch:]
-        learnt = config.stop_accuracy and len(recent) == per_epoch and sum(recent) / per_epoch >= config.stop_accuracy
+        recent.append(metrics["token_accuracy"])
+        del recent[:-window]
+        learnt = config.stop_accuracy and len(recent) == window and sum(recent) / window >= config.stop_accuracy
         bar.update()
         bar.set_postfix(loss=f"{metrics['loss']:.3f}", accuracy=f"{metrics['token_accuracy']:.3f}")
         yield step, metrics, bool(learnt or step == total - 1)

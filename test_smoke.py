@@ -1,0 +1,2109 @@
+"""All tests, on a CPU, without a network:      python -m pytest -q test_smoke.py          (one part: -k env, -k pack, ...)
+
+A scripted engine stands in where a test is about ids; HFEngine and vLLM's CPU build (where it is installed) are tested for
+real, on random Qwen3 models of a few hundred thousand parameters. Numbers such as "case 5" are public reports:
+    1 retokenisation huggingface/trl#5224            2 lost newline verl-project/verl#6501      3 dropped thinking verl#6854
+    4 trained think prefix NVIDIA-NeMo/Automodel#3739    5 unsampled end token AgentR1/Agent-R1#30  6 observations in the loss Search-R1#21
+    7 shifted mask huggingface/transformers#34172    8 end token never learnt huggingface/trl#6357  12 engine gap trl#4159
+    13 weights not updated trl#5312                  14 stale prefix cache vllm#9744            15 tied embeddings vllm#6758
+    16 unloadable checkpoint OpenRLHF#212            18 logits memory NVIDIA-NeMo/RL#4222       19 lr lost in bf16 NVIDIA-NeMo/RL#2322
+    20 packing contamination trl#7087                21 equal samples vllm#17929                22 malformed calls verifiers#1763
+    23 no cap trl#4751                               28 flat groups trl#6365                    29 micro-batching allenai/open-instruct#1161
+    32 resume open-instruct#1627                     33 SFT and RL THUDM/slime#1843
+"""
+import contextlib
+import copy
+import dataclasses
+import decimal
+import doctest
+import gc
+import hashlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")        # before torch: else a busy neighbour makes everything 15 times slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTHONHASHSEED", "0")        # for the subprocesses: two simulators print sets
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+import rollout as ro  # noqa: E402 - sets what vLLM and OpenMP read at import
+import bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker as upstream_checker  # noqa: E402
+import bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils as upstream_utils  # noqa: E402
+import mpmath  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import env_bfcl  # noqa: E402
+import grpo  # noqa: E402
+import interleave  # noqa: E402
+import reward  # noqa: E402
+import sft  # noqa: E402
+from env_bfcl import BFCLEnv, Call, parse_calls, render_call  # noqa: E402
+from rollout import HFEngine, Trajectory, chat_glue, rollout  # noqa: E402
+
+GPU = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+VLLM = importlib.util.find_spec("vllm") is not None
+needs_vllm = pytest.mark.skipif(not VLLM, reason="vLLM is not installed here (tools/requirements-cpu.txt has its CPU build)")
+
+
+ALL = env_bfcl.load_tasks("all", env_bfcl.CATEGORIES)
+TASKS = {task.id: task for task in ALL}
+RAW = {row["id"]: row["ground_truth"] for category in env_bfcl.CATEGORIES
+       for row in env_bfcl._read_data(f"possible_answer/BFCL_v4_multi_turn_{category}.json")}
+
+
+def _say(*calls):
+    return "\n".join(render_call(Call(name, arguments)) for name, arguments in calls) + "<|im_end|>"
+
+
+def _results(messages):
+    assert len(messages) == 1 and messages[0]["role"] == "user"
+    return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", messages[0]["content"], re.DOTALL)
+
+
+def _run_upstream(strings, task, unique):
+    """Upstream's own executor; it evals, so ground truth and our perturbations of it only."""
+    return upstream_utils.execute_multi_turn_func_call(strings, task.initial_config, task.involved_classes, unique, task.id,
+                                                       long_context=task.long_context)
+
+
+@pytest.fixture(autouse=True)
+def _drop_upstream_globals():
+    before = set(vars(upstream_utils))
+    yield
+    for name in set(vars(upstream_utils)) - before:
+        del vars(upstream_utils)[name]
+
+
+# --- tasks and prompts
+
+def test_env_tasks_counts_split_and_errors():
+    train, test = env_bfcl.load_tasks("train"), env_bfcl.load_tasks("test", env_bfcl.CATEGORIES)
+    assert (len(ALL), len(train), len(test)) == (800, 300, 400)
+    indices = sorted({task.index for task in train})
+    assert len(indices) == 100 and indices[:8] == [0, 2, 3, 5, 10, 12, 13, 14] and indices[-5:] == [192, 193, 194, 195, 196]
+    for category in env_bfcl.CATEGORIES[:3]:
+        assert [task.index for task in train if task.category == category] == indices
+    assert not {task.index for task in test} & set(indices)
+    assert len(env_bfcl.load_tasks("all", "base")) == 200
+    clean = env_bfcl.load_tasks("all", env_bfcl.CATEGORIES, skip_defective=True)
+    assert len(clean) == 800 - len(reward.DEFECTIVE)
+    for arguments, legal in ((("validation",), "train, test, all"), (("train", ["bases"]), "long_context")):
+        with pytest.raises(ValueError, match=legal) as caught:
+            env_bfcl.load_tasks(*arguments)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="none, short, error"):
+        BFCLEnv(ALL[0], decode_feedback="loud")
+
+
+def test_env_data_hash_is_checked(monkeypatch):
+    monkeypatch.setitem(env_bfcl.SHA256, "multi_turn_func_doc/math_api.json", "0" * 32)
+    with pytest.raises(ValueError, match="math_api.json is not the file of bfcl-eval 2026.3.23"):
+        env_bfcl._read_data.__wrapped__("multi_turn_func_doc/math_api.json")
+
+
+def test_env_missing_package_is_one_line():
+    code = "import sys; sys.modules['bfcl_eval'] = None; import env_bfcl"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE,
+                          capture_output=True, text=True)
+    assert done.returncode and "pip install --no-deps bfcl-eval==2026.3.23 mpmath==1.3.0" in done.stderr.splitlines()[-1]
+
+
+def test_env_import_is_light(tmp_path):
+    code = ("import sys, env_bfcl, reward; "
+            "print({'torch', 'transformers', 'bfcl_eval.utils', 'bfcl_eval.constants.eval_config'} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, text=True,
+                          capture_output=True, env={**os.environ, "BFCL_PROJECT_ROOT": str(tmp_path)})
+    assert done.stdout.strip() == "set()" and not os.listdir(tmp_path), done.stderr
+
+
+def _chatml(messages):
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages) + "<|im_start|>assistant\n"
+
+
+def upstream_qwen(monkeypatch, tmp_path):
+    """Upstream's handler of local Qwen function-calling models, imported with its heavy base class stubbed."""
+    monkeypatch.setenv("BFCL_PROJECT_ROOT", str(tmp_path))  # importing its config creates folders
+    same = lambda f: f  # noqa: E731
+    convert = lambda calls: [f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"  # noqa: E731
+                             for call in calls for name, arguments in call.items()]
+    stubs = {"overrides": {"override": same, "final": same},
+             "bfcl_eval.model_handler.local_inference.base_oss_handler": {"OSSHandler": object},
+             "bfcl_eval.model_handler.utils": {"convert_to_function_call": convert}}
+    try:
+        import filelock  # noqa: F401
+    except ImportError:
+        stubs["filelock"] = {"FileLock": contextlib.nullcontext}
+    for name, attributes in stubs.items():
+        module = types.ModuleType(name)
+        vars(module).update(attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    qwen = importlib.import_module("bfcl_eval.model_handler.local_inference.qwen_fc").QwenFCHandler
+    monkeypatch.delitem(sys.modules, "bfcl_eval.model_handler.local_inference.qwen_fc")
+    return qwen
+
+
+def test_env_prompts_equal_upstreams_qwen_handler(monkeypatch, tmp_path):
+    """It must give our bytes for a whole dialogue."""
+    qwen = upstream_qwen(monkeypatch, tmp_path)
+    load = importlib.import_module("bfcl_eval.utils").load_dataset_entry
+    for category in env_bfcl.CATEGORIES:
+        for entry in load(f"multi_turn_{category}"):
+            task = TASKS[entry["id"]]
+            first = [{"role": "system", "content": env_bfcl.system_prompt(task)}, *env_bfcl.user_messages(task, 0)]
+            assert _chatml(first) == qwen._format_prompt(None, entry["question"][0], entry["function"]), task.id
+            for turn, docs in entry.get("missed_function", {}).items():
+                content = f"{docs}\nI have updated some more functions you can choose from. What about now?"
+                assert env_bfcl.user_messages(task, int(turn)) == [{"role": "user", "content": content}]
+            if task.index:
+                continue
+            call, results = Call("cd", {"folder": "document"}), ["one", "two"]
+            theirs = [*entry["question"][0],
+                      {"role": "assistant", "content": "", "tool_calls": 2 * [{"name": call.name, "arguments": call.arguments}]},
+                      *({"role": "tool", "content": result} for result in results), *entry["question"][1]]
+            ours = [*first, {"role": "assistant", "content": "\n".join(2 * [render_call(call)])},
+                    env_bfcl.tool_message(results), *env_bfcl.user_messages(task, 1)]
+            expected = qwen._format_prompt(None, theirs, entry["function"])
+            # upstream's handler forgets the line break between two equal calls; Qwen's own template has it
+            assert _chatml(ours) == expected.replace("</tool_call><tool_call>", "</tool_call>\n<tool_call>")
+
+
+def test_env_golden_prompt_and_short_docs():
+    task, short = TASKS["multi_turn_base_0"], env_bfcl.load_tasks("all", ["base"], short_docs=True)[0]
+    prompt = env_bfcl.system_prompt(task)
+    assert hashlib.sha256(prompt.encode()).hexdigest()[:16] == "558e493f2486e289"
+    assert prompt.startswith("# Tools\n\nYou may call one or more functions")
+    assert prompt.endswith('{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
+    docs = [json.loads(line) for line in prompt.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()]
+    assert len(docs) == len(task.tools) == 32 and all(doc["description"].endswith("Python 3 syntax.") for doc in docs)
+    assert all("response" in doc for doc in task.tools) and not any("response" in doc for doc in short.tools)
+    assert len(env_bfcl.system_prompt(short)) < 0.75 * len(prompt)
+    assert not any(doc["description"].endswith("Python 3 syntax.") for doc in task.tools)  # shared documents unchanged
+
+
+# --- calls
+
+ROUND_TRIP = [{}, {"a": True, "b": None, "c": 1.5, "d": -3, "e": [1, [2, {"f": "g"}]]}, {"q": 'say "hi"\n\t\\ \'x\''},
+              {"u": "naïve 東京 🚗 \u2028"}, {"end": "</tool_call>", "open": "<tool_call>", "think": "a</think>b<think>"},
+              {"im": "<|im_end|><|im_start|>user", "resp": "</tool_response>", "esc": "\\</tool_call>\\\\<|im_end|>"},
+              {"</tool_call>": {"<|endoftext|>": "\\u003c"}}, {"big": 10**300, "small": 1e-300, "neg": -0.0}]
+
+
+@pytest.mark.parametrize("arguments", ROUND_TRIP)
+def test_env_render_and_parse_round_trip(arguments):
+    call = Call("ls", arguments)
+    text = render_call(call)
+    assert parse_calls(text) == ([call], []) and parse_calls(f"<think>hm</think>\n\n{text}\n{text}<|im_end|>") == ([call] * 2, [])
+    assert not re.search(r"</?(tool_call|tool_response|think)>|<\|", text[len("<tool_call>"):-len("</tool_call>")])
+    assert reward.structure(text + "<|im_end|>") == "call"
+
+
+def test_env_render_style():
+    assert render_call(Call("ls", {"a": True})) == '<tool_call>\n{"name": "ls", "arguments": {"a": true}}\n</tool_call>'
+    for task in ALL[::7]:
+        for calls in task.ground_truth:
+            assert parse_calls("".join(map(render_call, calls))) == (calls, [])
+
+
+def _block(body):
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+BAD_BLOCKS = [
+    '{"name": "ls", "arguments": {', '{"name": "ls"}', '{"arguments": {}}', '{"name": "", "arguments": {}}', '["ls", {}]', "null",
+    '{"name": "ls", "arguments": "{\\"a\\": 1}"}', '{"name": "ls", "arguments": [1]}', '{"name": "ls", "arguments": null}',
+    '{"name": 3, "arguments": {}}', '{"name": "ls", "arguments": {}} {"name": "ls", "arguments": {}}', "", "ls()", "\x00",
+    '{"name": "ls", "arguments": {"a": NaN}}', '{"name": "ls", "arguments": {"a": -Infinity}}',
+    '{"name": "ls", "arguments": {"a": 1e999}}', '{"name": "ls", "arguments": {"a": ' + "9" * 5000 + "}}",
+    '{"name": "ls", "arguments": {"a": "\\ud800"}}', '{"name": "\\udfff", "arguments": {}}',
+    '{"name": "ls", "arguments": {"a": ' + "[" * 40 + "]" * 40 + "}}", "[" * 90_000, '{"a":' * 15_000,
+    '{"name": "ls", "arguments": {"a": ' + "[" * 40_000 + "]" * 40_000 + "}}",
+    '{"name": "ls", "arguments": {"a": "' + "x" * 10_000_000 + '"}}', '<tool_call>{"name": "ls", "arguments": {}}',
+    '{"name": "ls", "arguments": {"a": "line\nbreak"}}', '{"name": "ls", "arguments": {"a": "</tool_call>"}}',
+    '{"name": "ls", "arguments": {}}<|im_end|>']
+
+
+@pytest.mark.parametrize("body", BAD_BLOCKS, ids=lambda body: repr(body[:30]))
+def test_env_bad_blocks_are_errors(body):
+    calls, errors = parse_calls(_block(body))
+    assert calls == [] and len(errors) == 1 and 0 < len(errors[0]) <= 200 and "\n" not in errors[0]
+    assert "xxxx" not in errors[0] and "line" not in errors[0].replace("line 1", "").replace("line 2", "")
+    env = BFCLEnv(TASKS["multi_turn_base_0"], decode_feedback="error")
+    assert "Error: invalid tool call" in _results(env.step(_block(body)))[0] and env.feedback_count == {"malformed": 1}
+
+
+def test_env_parse_is_linear():
+    """A quadratic parser or pattern does not come back from these."""
+    for text in ("<tool_call>" * 500_000, "</tool_call>" * 500_000, "</think>" * 500_000, "<|im_end|>" * 500_000,
+                 "<tool_call>{}" * 200_000 + "</tool_call>", "<think>" * 500_000, "<|" * 1_000_000, " " * 2_000_000):
+        parse_calls(text), reward.structure(text), reward.structure(text, "length")
+    assert len(parse_calls(_block("{}") * 50_000)[1]) == 50_000
+
+
+def test_env_parse_think():
+    good = _say(("pwd", {}))
+    assert len(parse_calls(f"<think>{good}</think>{good}")[0]) == 1
+    assert parse_calls(f"{good}</think>done") == ([], [])
+    assert parse_calls(good + "<tool_call>\n{")[1] == [env_bfcl.UNCLOSED]
+
+
+# --- execution equals upstream's
+
+def test_env_replay_equals_upstream_on_all_ground_truths():
+    calls = 0
+    for number, task in enumerate(ALL):
+        simulators = env_bfcl.make_simulators(task)
+        for turn, strings in enumerate(RAW[task.id]):
+            theirs, instances = _run_upstream(strings, task, f"replay{number}")
+            ours = [env_bfcl.execute(simulators, call, task.names) for call in task.ground_truth[turn]]
+            assert ours == theirs, (task.id, turn)
+            calls += len(ours)
+            assert list(instances) == list(simulators)
+            for name, theirs in instances.items():
+                assert upstream_checker._compare_instances(simulators[name], theirs)[0], (task.id, turn, name)
+                assert vars(simulators[name]).keys() == vars(theirs).keys()
+                if name == "GorillaFileSystem":
+                    assert simulators[name].pwd() == theirs.pwd()  # the current directory is private, not compared
+    assert calls == 4625
+
+
+def test_env_ground_truth_plays_through_the_environment():
+    for task in ALL:
+        env = BFCLEnv(task, max_steps_per_turn=40)
+        messages = env.reset()
+        for turn, calls in enumerate(task.ground_truth):
+            for call in calls:
+                messages += env.step(render_call(call) + "<|im_end|>")
+            assert env.finish is None
+            messages += env.step("Done.<|im_end|>") or []
+        refused = {("miss_func", 49): 1}.get((task.category, task.index), 0)  # needs a withheld function: DEFECTIVE
+        assert env.finish == "done" and len(env.refused) == refused and {m["role"] for m in messages} <= {"system", "user"}
+        if not refused:
+            assert env.calls_per_turn == task.ground_truth and env.feedback_count == {}
+
+
+def test_env_errors_read_as_upstreams():
+    task = TASKS["multi_turn_base_0"]
+    simulators = env_bfcl.make_simulators(task)
+    cases = [("ls", {"b": 1}), ("cd", {}), ("sort", {"file_name": 3}), ("cd", {"folder": 3}), ("nothing", {"a": 1}),
+             ("ls", {"a": []}), ("mkdir", {"dir_name": "a/b"}), ("touch", {"file_name": "naïve"}), ("tail", {"file_name": "x", "lines": -1}),
+             ("post_tweet", {"content": "x", "tags": "no list"}), ("comment", {"tweet_id": "0", "comment_content": "x"})]
+    for name, arguments in cases:
+        ours = env_bfcl.execute(simulators, Call(name, arguments), task.names)
+        source = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+        assert [ours] == _run_upstream([source], task, "errors")[0]
+
+
+# --- state
+
+def test_env_state_is_kept_over_user_turns():
+    for wipe, expected in ((False, "/workspace/fresh"), (True, "/workspace")):
+        env = BFCLEnv(TASKS["multi_turn_base_0"], wipe_each_turn=wipe)
+        env.reset()
+        assert _results(env.step(_say(("mkdir", {"dir_name": "fresh"}), ("cd", {"folder": "fresh"}))))[0] == "None"
+        assert "<tool_response>" not in env.step("Done.<|im_end|>")[0]["content"]
+        assert _results(env.step(_say(("pwd", {}))))[0] == json.dumps({"current_working_directory": expected})
+
+
+def test_env_two_environments_do_not_see_each_other():
+    one, two = BFCLEnv(TASKS["multi_turn_base_0"]), BFCLEnv(TASKS["multi_turn_base_0"])
+    one.step(_say(("mkdir", {"dir_name": "mine"})))
+    assert "mine" in one.step(_say(("ls", {})))[0]["content"] and "mine" not in two.step(_say(("ls", {})))[0]["content"]
+    one.reset()
+    assert "mine" not in one.step(_say(("ls", {})))[0]["content"] and one.calls_per_turn == [[Call("ls", {})]]
+
+
+def test_env_post_tweet_default_lists_do_not_leak():
+    """https://github.com/NVIDIA-NeMo/RL/pull/1207: mutable default arguments in the class itself."""
+    login = next(task for task in ALL if "TwitterAPI" in task.involved_classes)
+    config = login.initial_config["TwitterAPI"]
+    texts = []
+    for _ in range(2):
+        env = BFCLEnv(login)
+        env.step(_say(("authenticate_twitter", {"username": config["username"], "password": config["password"]})))
+        tweet = json.loads(_results(env.step(_say(("post_tweet", {"content": "one"}))))[0])
+        env.step(_say(("mention", {"tweet_id": tweet["id"], "mentioned_usernames": ["@leak"]})))
+        texts.append(_results(env.step(_say(("post_tweet", {"content": "two"}))))[0])
+        assert json.loads(texts[-1])["mentions"] == []
+    assert texts[0] == texts[1] and env_bfcl.SIGNATURES["post_tweet"].parameters["mentions"].default == []
+
+
+def test_env_long_context_tables_do_not_leak():
+    task = next(task for task in ALL if task.long_context and "TravelAPI" in task.involved_classes)
+    simulators = env_bfcl.make_simulators(task)
+    travel = simulators["TravelAPI"]
+    before = json.dumps(travel.credit_card_list, default=str)
+    for card in travel.credit_card_list.values():
+        card["balance"] = -1
+    travel.booking_record.clear()
+    fresh = env_bfcl.make_simulators(task)["TravelAPI"]
+    assert json.dumps(fresh.credit_card_list, default=str) == before and fresh.booking_record
+
+
+def test_env_math_precision_is_restored():
+    task = next(task for task in ALL if "MathAPI" in task.involved_classes)
+    env, dps, prec = BFCLEnv(task), mpmath.mp.dps, decimal.getcontext().prec
+    results = _results(env.step(_say(("logarithm", {"value": 10, "base": 3, "precision": 50}),
+                                     ("square_root", {"number": 2, "precision": 50}))))
+    assert len(results[0]) > 60 and len(results[1]) > 60
+    assert (mpmath.mp.dps, decimal.getcontext().prec) == (dps, prec)
+
+
+def test_env_arguments_are_copied():
+    task = next(task for task in ALL if "TwitterAPI" in task.involved_classes)
+    simulators, tags = env_bfcl.make_simulators(task), ["#a"]
+    simulators["TwitterAPI"].authenticated = True
+    env_bfcl.execute(simulators, Call("post_tweet", {"content": "x", "tags": tags}), task.names)
+    assert all(tweet["tags"] is not tags for tweet in simulators["TwitterAPI"].tweets.values())
+
+
+# --- the episode
+
+def test_env_held_out_function_is_refused_then_available():
+    task = TASKS["multi_turn_miss_func_0"]
+    assert task.held_out == {3: ["sort"]} and task.turns[3] == []
+    env = BFCLEnv(task)
+    messages = env.reset()
+    assert '"name": "sort"' not in messages[0]["content"]
+    prefix = copy.deepcopy(messages)
+    for _ in range(3):
+        call = ("sort", {"file_name": "final_report.pdf"})
+        assert _results(env.step(_say(call, ("pwd", {}))))[0] == "Error during execution: name 'sort' is not defined"
+        messages = env.step("I can't.<|im_end|>")
+    assert [c.name for c in env.refused] == ["sort"] * 3 and env.feedback_count == {"held_out": 3}
+    assert env.calls_per_turn == [[Call("pwd", {})]] * 3 + [[]]
+    assert messages[0]["role"] == "user" and messages[0]["content"].startswith("[{'name': 'sort', 'description': 'This tool")
+    assert messages[0]["content"].endswith("\nI have updated some more functions you can choose from. What about now?")
+    env.step(_say(("cd", {"folder": "document"})))
+    assert "sorted_content" in _results(env.step(_say(call)))[0] and env.calls_per_turn[3][1] == Call(*call)
+    assert env.reset() == prefix  # nothing that came later is in the opening messages
+
+
+def test_env_several_calls_run_in_order_and_unknown_names_count():
+    env = BFCLEnv(TASKS["multi_turn_base_0"])
+    results = _results(env.step(_say(("mkdir", {"dir_name": "a"}), ("cd", {"folder": "a"}), ("nope", {}), ("pwd", {}))))
+    assert results == ["None", '{"current_working_directory": "a"}', "Error during execution: name 'nope' is not defined",
+                       '{"current_working_directory": "/workspace/a"}']
+    assert [c.name for c in env.calls_per_turn[0]] == ["mkdir", "cd", "nope", "pwd"] and env.feedback_count == {"unknown": 1}
+    assert "'" + "x" * 64 + "'" in env.step(_say(("x" * 9000, {})))[0]["content"]
+
+
+def test_env_max_steps_at_the_21st_tool_step():
+    env = BFCLEnv(TASKS["multi_turn_base_0"])
+    for _ in range(20):
+        assert env.step(_say(("pwd", {}))) and env.finish is None
+    assert env.step("next<|im_end|>")  # a user turn with 20 steps and a closing message is legal
+    for _ in range(20):
+        assert env.step(_say(("pwd", {})))
+    assert env.step(_say(("pwd", {}))) is None and env.finish == "max_steps"
+    assert [len(calls) for calls in env.calls_per_turn] == [20, 21]  # upstream executes the 21st as well
+    with pytest.raises(AssertionError):
+        env.step("again")
+    env = BFCLEnv(TASKS["multi_turn_base_0"], decode_feedback="short")
+    steps = [env.step(_block("{")) for _ in range(21)]
+    assert all(steps[:20]) and steps[20] is None and env.finish == "max_steps"
+
+
+def test_env_length_executes_nothing():
+    env = BFCLEnv(TASKS["multi_turn_base_0"])
+    assert env.step(_say(("pwd", {})), "length") is None
+    assert env.finish == "length" and env.calls_per_turn == [[]]
+
+
+def test_env_many_calls_in_one_message():
+    env = BFCLEnv(TASKS["multi_turn_base_0"])
+    results = _results(env.step(_say(*[("pwd", {})] * 5000)))
+    assert len(results) == env_bfcl.MAX_CALLS + 1 and "4936 calls not executed" in results[-1]
+    assert len(env.calls_per_turn[0]) == 64 and env.feedback_count == {"not_executed": 4936}
+
+
+def test_env_decode_feedback():
+    bad, good = _block('{"name": "ls", "secret'), _say(("pwd", {}))
+    task = TASKS["multi_turn_base_0"]
+    for kind in ("none", "short", "error"):
+        env = BFCLEnv(task, decode_feedback=kind)
+        results = _results(env.step(bad + good))  # a bad block beside a good one
+        assert len(results) == (1 if kind == "none" else 2) and "workspace" in results[0]
+        reply = env.step(bad)                     # no good block
+        assert (reply == task.turns[1]) == (kind == "none")
+        assert "secret" not in str(reply) and env.feedback_count == {"malformed": 2} and len(env.calls_per_turn[0]) == 1
+        if kind == "short":
+            assert _results(reply) == [env_bfcl.BAD_CALL]
+        elif kind == "error":
+            assert _results(reply)[0].startswith("Error: invalid tool call: Unterminated string starting at")
+        env = BFCLEnv(task, decode_feedback=kind)  # no block at all: plain text, the user turn ends
+        assert env.step('<tool_call>\n{"name": "ls"<|im_end|>') == task.turns[1] and env.feedback_count == {"unclosed": 1}
+        assert env.step("")[0] == task.turns[2][0]
+
+
+# --- hostile input
+
+def test_env_security(tmp_path):
+    sentinel, task = tmp_path / "pwned", TASKS["multi_turn_base_0"]
+    code = f"__import__('os').system('touch {sentinel}')"
+    names = [code, f"(lambda: {code})", f"ls()) or {code} or (ls", "__import__", "__init__", "__class__", "__dict__", "_load_scenario",
+             "_current_dir", "_navigate_to_directory", "root", "ls.__globals__", "GorillaFileSystem.ls", "long_context", "eval", "exec",
+             "open", "execution_results.append", "state_checker", "add", "book_flight", "cd ", "LS", "\u006cs\u200b"]
+    env = BFCLEnv(task)
+    before = reward._public(env.simulators)
+    for name in names:
+        for arguments in ({}, {"folder": code}, {"scenario": {}}):
+            result = _results(env.step(_say((name, arguments))))[0]
+            assert result == f"Error during execution: name '{name[:64]}' is not defined"
+            env.steps = 0
+    for arguments in ({f"a={code}, b": 1}, {code: 1}, {"a": code}, {"self": code}, {"__class__": code}):
+        result = _results(env.step(_say(("ls", arguments))))[0]
+        assert result.startswith("Error during execution: ") != (arguments == {"a": code})
+    env.step(_say(("echo", {"content": code})), "stop")
+    assert not sentinel.exists() and not reward._changed(before, env.simulators)
+
+
+def test_env_costly_calls_are_bounded():
+    """Without the bounds several of these run for minutes or for ever."""
+    math = next(t for t in ALL if "MathAPI" in t.involved_classes and "GorillaFileSystem" in t.involved_classes)
+    simulators = env_bfcl.make_simulators(math)
+    nines = "9" * 4000
+    for name, arguments in (
+            ("power", {"base": 9, "exponent": 10**9}), ("power", {"base": 10**4000, "exponent": 10**4000}),
+            ("square_root", {"number": 2, "precision": 10**8}), ("logarithm", {"value": 3, "base": 2, "precision": 1e300}),
+            ("logarithm", {"value": 3, "base": 2, "precision": nines[:4]}), ("logarithm", {"value": "1e" + nines, "base": 2, "precision": 9}),
+            ("round_number", {"number": 5, "decimal_places": -10**9}), ("standard_deviation", {"numbers": [10**4000] * 20}),
+            ("multiply", {"a": 10**4000, "b": 10**4000}), ("sum_values", {"numbers": "x" * 90_000})):
+        assert "rror" in env_bfcl.execute(simulators, Call(name, arguments), math.names), name
+
+
+def test_env_copies_of_directories_do_not_hang():
+    """cp of a directory into itself is a cycle; doubling copies make a tree of 2**n paths that find would walk."""
+    task = TASKS["multi_turn_base_0"]
+    for script in ([("mkdir", "a"), ("cp", "a", "a")],
+                   [("mkdir", "x" * 2000), ("cp", "x" * 2000, "x" * 2000)],
+                   [("mkdir", "d0")] + [step for n in range(40) for step in (
+                       ("mkdir", f"d{n + 1}"), ("cp", f"d{n}", f"e{n}"), ("mv", f"d{n}", f"d{n + 1}"), ("mv", f"e{n}", f"d{n + 1}"))],
+                   [step for _ in range(1500) for step in (("mkdir", "n"), ("cd", "n"))]):
+        simulators, calls = env_bfcl.make_simulators(task), []
+        keys = {"mkdir": ("dir_name",), "cd": ("folder",), "cp": ("source", "destination"), "mv": ("source", "destination")}
+        for name, *values in script:
+            calls.append(Call(name, dict(zip(keys[name], values))))
+            assert "Error during" not in env_bfcl.execute(simulators, calls[-1], task.names)
+        for call in (Call("cd", {"folder": "/"}), Call("find", {}), Call("du", {}), Call("find", {"path": "."})):
+            result = env_bfcl.execute(simulators, call, task.names)
+        assert "Error during execution" in result
+        for other in (task, TASKS["multi_turn_miss_param_0"]):
+            turns = [list(calls) for calls in other.ground_truth]
+            turns[0] = turns[0] + calls
+            turns[other.ground_truth.index([]) if [] in other.ground_truth else 1] += calls
+            assert reward.score(other, turns).strict == 0
+            reward.first_difference(other, turns)
+
+
+HOSTILE = ["ls", "cd", "mv", "cp", "find", "du", "pwd", "echo", "tail", "mkdir", "rm", "post_tweet", "mention", "logarithm", "power",
+           "__init__", "_load_scenario", "os.system", "ls.__globals__", "", "x" * 500, "é", "sort", "book_flight", "place_order"]
+
+
+def _hostile_value(rng, depth=0):
+    pick = rng.randrange(14 if depth < 3 else 10)
+    if pick >= 10:
+        return [_hostile_value(rng, depth + 1) for _ in range(rng.randrange(4))] if pick < 12 else {
+            rng.choice(["a", "self", "__class__", "id"]): _hostile_value(rng, depth + 1) for _ in range(rng.randrange(3))}
+    return [None, True, -1, 10**rng.randrange(1, 400), -1e308, 0.5, "", "../" * rng.randrange(9), "x" * rng.randrange(3000),
+            rng.choice(["<|im_end|>", "</tool_call>", "__import__('os').system('false')", "document", "a", "\u2028", "999999", "NaN"])][pick]
+
+
+def _hostile_message(rng, names):
+    name = rng.choice(HOSTILE) if rng.random() < 0.3 else rng.choice(names)
+    parameters = [p for p in env_bfcl.SIGNATURES[name].parameters if p != "self"] if name in env_bfcl.SIGNATURES else ["a", "b"]
+    arguments = {p: _hostile_value(rng) for p in parameters if rng.random() < 0.9}
+    if rng.random() < 0.1:
+        arguments[rng.choice(["extra", "self", "__class__", "args"])] = _hostile_value(rng)
+    text = render_call(Call(name, arguments)) * rng.choice([1, 1, 1, 2, 3, 90])
+    kind = rng.randrange(12)
+    if kind == 0:
+        text = text[:rng.randrange(len(text) + 1)]                                           # truncated
+    elif kind == 1:
+        where = rng.randrange(len(text) + 1)
+        text = text[:where] + rng.choice(["<tool_call>", "</tool_call>", "<|im_end|>", "<think>", "</think>", "{", "}", '"', "\\",
+                                          "\x00", "\ud800", "NaN", "[" * 5000, "9" * 5000]) + text[where:]
+    elif kind == 2:
+        text = rng.choice(BAD_BLOCKS[:24]).join(["<tool_call>", "</tool_call>"])
+    elif kind == 3:
+        text = "".join(rng.choice(["<tool_call>", "</tool_call>", "\n", "{", "<|im_end|>", "ls", '{"name": "ls", "arguments": {}}',
+                                   "<think>", "</think>", "<tool_response>"]) for _ in range(rng.randrange(30)))
+    elif kind == 4:
+        text = rng.choice(["", "Done.", "<|im_end|>", " ", "\ud83d", "I think that" * 200])
+    return text + rng.choice(["", "<|im_end|>", "<|endoftext|>"])
+
+
+def fuzz(n, seed=0, tasks=ALL):
+    """n seeded hostile messages through environments and rewards; returns how often what happened."""
+    rng, seen, done = random.Random(seed), {}, 0
+    while done < n:
+        task = rng.choice(tasks)
+        env = BFCLEnv(task, rng.choice(["none", "short", "error"]))
+        names, texts = sorted(task.names), 0
+        while env.finish is None:
+            text = _hostile_message(rng, names)
+            messages = env.step(text, rng.choice(["stop"] * 40 + ["length"]))
+            assert (messages is None) == (env.finish is not None)
+            for message in messages or []:
+                assert message["role"] == "user" and isinstance(message["content"], str)
+                message["content"].encode("utf-8")
+            assert reward.structure(text) in ("call", "response", "polluted", "collapsed")
+            done, texts = done + 1, texts + 1
+        result = reward.score(task, env.calls_per_turn)
+        assert len(result.per_turn) == len(task.turns) and result.error in (None, "turns"), result
+        assert result.official >= result.strict
+        reward.first_difference(task, env.calls_per_turn)
+        unknown = sum(call.name not in task.names for calls in env.calls_per_turn for call in calls)
+        assert unknown == env.feedback_count.get("unknown", 0)
+        seen[env.finish] = seen.get(env.finish, 0) + 1
+        for kind, count in env.feedback_count.items():
+            seen[kind] = seen.get(kind, 0) + count
+    return seen
+
+
+def test_env_fuzz_short():
+    some = ALL[::23]
+    def replay():
+        return [[env_bfcl.execute(simulators, call, task.names) for calls in task.ground_truth for call in calls]
+                for task in some for simulators in [env_bfcl.make_simulators(task)]]
+    before = replay()
+    seen = fuzz(2000, seed=1)
+    assert min(seen[kind] for kind in ("done", "length", "malformed", "unclosed", "unknown")) > 10
+    assert replay() == before  # nothing of it is seen by other environments
+
+
+def test_env_episodes_leave_nothing_behind():
+    def episodes(n):
+        for number in range(n):
+            env = BFCLEnv(ALL[number % 40])
+            env.step(_say(("pwd", {}), ("ls", {})))
+            reward.score(env.task, env.calls_per_turn)
+        gc.collect()
+        return len(gc.get_objects())
+    episodes(80)
+    first = episodes(80)
+    assert episodes(400) - first < 500
+
+
+# --- rewards
+
+def test_reward_all_ground_truths_score_one():
+    for task in ALL:
+        result = reward.score(task, task.ground_truth)
+        assert (result.official, result.strict, result.error) == (1.0, 1.0, None) and all(result.per_turn), task.id
+        assert len(result.per_turn) == len(task.turns) and reward.first_difference(task, task.ground_truth) == {}
+
+
+def _perturb(rng, task):
+    """A seeded change of the ground truth, of a kind that a model may make."""
+    turns = [list(calls) for calls in task.ground_truth]
+    full = [t for t, calls in enumerate(turns) if calls]
+    for _ in range(rng.choice([1, 1, 1, 2])):
+        turn = rng.choice(full)
+        place = rng.randrange(len(turns[turn])) if turns[turn] else 0
+        kind = rng.choice(["drop", "repeat", "swap", "read", "argument", "early", "late", "type", "other", "unknown"])
+        if kind == "read" or not turns[turn]:
+            reads = [doc["name"] for doc in task.tools if not doc["parameters"]["required"] and "logout" not in doc["name"]]
+            turns[rng.randrange(len(turns))].append(Call(rng.choice(reads), {}))
+        elif kind == "drop":
+            turns[turn].pop(place)
+        elif kind == "repeat":
+            turns[turn].insert(place, turns[turn][place])
+        elif kind == "swap":
+            rng.shuffle(turns[turn])
+        elif kind in ("early", "late"):
+            target = max(turn - 1, 0) if kind == "early" else min(turn + 1, len(turns) - 1)
+            turns[target].insert(rng.randrange(len(turns[target]) + 1), turns[turn].pop(place))
+        elif kind == "other":
+            doc = rng.choice(task.tools)
+            turns[turn].append(Call(doc["name"], {key: 1 for key in doc["parameters"]["required"]}))
+        elif kind == "unknown":
+            turns[turn].append(Call("no_such_function", {"a": 1}))
+        elif arguments := dict(turns[turn][place].arguments):
+            key = rng.choice(sorted(arguments))
+            value = arguments[key]
+            if kind == "type":
+                arguments[key] = str(value) if not isinstance(value, str) else [value]
+                arguments[key] = float(value) if type(value) is int and rng.random() < 0.7 else arguments[key]
+            else:
+                arguments[key] = rng.choice([None, "", 7, "zzz", value])
+            turns[turn][place] = Call(turns[turn][place].name, arguments)
+    return turns
+
+
+def test_reward_agrees_with_upstreams_checker():
+    rng, verdicts, kinds = random.Random(0), [], {}
+    names = {"multi_turn:empty_turn_model_response": "no_call", "multi_turn:instance_state_mismatch": "state",
+             "multi_turn:execution_response_mismatch": "response"}
+    for number in range(2400):
+        task = ALL[number % 800]
+        turns = _perturb(rng, task)
+        result, difference = reward.score(task, turns), reward.first_difference(task, turns)
+        steps = [[[f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})"] for c in calls] for calls in turns]
+        entry = {"id": task.id, "initial_config": task.initial_config, "involved_classes": task.involved_classes}
+        theirs = upstream_checker.multi_turn_checker(steps, RAW[task.id], entry, "", f"check{number}")
+        assert result.official == float(theirs["valid"]) and result.error is None, (task.id, turns)
+        assert difference.get("kind") == names.get(theirs.get("error_type")), (task.id, turns)
+        assert result.strict <= result.official and len(difference.get("text", "")) < 500
+        if difference:
+            assert not result.per_turn[difference["turn"]]
+        verdicts.append(theirs["valid"])
+        kinds[difference.get("kind")] = kinds.get(difference.get("kind"), 0) + 1
+        for name in [name for name in vars(upstream_utils) if name.startswith("check")]:
+            del vars(upstream_utils)[name]
+    assert 600 < sum(verdicts) < 1800 and all(kinds[kind] >= 50 for kind in (*names.values(), None)), kinds
+
+
+def test_reward_strict_catches_the_early_trick():
+    """Calling what is withheld or unclear one turn early passes upstream's check on every miss_func and miss_param task."""
+    tricks = [(task, reward.early_calls(task)) for task in ALL if task.category in ("miss_func", "miss_param")]
+    results = [reward.score(task, turns) for task, turns in tricks]
+    assert len(results) == 400 and all(result.official == 1.0 for result in results)
+    caught = 0
+    for (task, turns), result in zip(tricks, results):
+        empty = task.ground_truth.index([])
+        simulators = env_bfcl.make_simulators(task)
+        for calls in turns[:empty]:
+            [env_bfcl.execute(simulators, call, task.names) for call in calls]
+        changed = False
+        for call in turns[empty]:
+            before = {name: copy.deepcopy(simulator) for name, simulator in simulators.items()}
+            env_bfcl.execute(simulators, call, task.names)
+            changed |= not upstream_checker.state_checker(simulators, before)["valid"]
+        assert result.strict == float(not changed) and result.per_turn[empty] == (not changed), task.id
+        caught += changed
+    assert caught == 248  # the other 152 only read early
+
+
+def test_reward_small_cases():
+    task = TASKS["multi_turn_base_0"]
+    turns = task.ground_truth
+    assert reward.score(task, turns[:-1]) == reward.Reward(0.0, 0.0, [True, True, True, False], "turns")
+    assert reward.first_difference(task, turns[:-1])["kind"] == "turns"
+    assert reward.score(task, [*turns, []]).error == "turns" and reward.score(task, [*turns, []]).official == 0
+    assert reward.score(task, [*turns[:-1], turns[-1][:-1]]).official == 0                      # the last call left out
+    assert reward.score(task, [[*turns[0], Call("ls", {})], *turns[1:]]).official == 1          # a harmless read more
+    assert reward.first_difference(task, [[], *turns[1:]]) == {"turn": 0, "kind": "no_call", "text": "no call; expected 3"}
+    for junk in (None, 3, [3], [[3]], [["ls()"]], [[Call(None, None)]]):
+        result = reward.score(task, junk)
+        assert result == reward.Reward(0.0, 0.0, [False] * 4, result.error) and result.error
+    assert reward.score(task, [[Call("ls", None)]] * 4) == reward.Reward(0.0, 0.0, [False] * 4)
+    changed = copy.copy(task)
+    changed.ground_truth = [[Call("ls", {})]] * 4  # the cache goes by id, but not blindly
+    assert reward.score(changed, changed.ground_truth).official == 1.0 and reward.score(task, turns).official == 1.0
+
+
+def test_reward_training_reward():
+    r = reward.Reward(1.0, 0.0, [True, False, True, True])
+    assert [reward.training_reward(r, "done", kind) for kind in ("official", "strict", "per_turn")] == [1.0, 0.0, 0.75]
+    assert all(reward.training_reward(r, finish) == 0 for finish in ("length", "max_steps", "max_generations"))
+    assert reward.training_reward(None, "done") == 0 and reward.training_reward(reward.Reward(), "done", "per_turn") == 0
+    with pytest.raises(ValueError, match="official, strict, per_turn"):
+        reward.training_reward(r, "done", "dense")
+
+
+def test_reward_defective_sets():
+    assert len(reward.DEFECTIVE) == 31 and len(reward.DOUBTFUL) == 10 and not reward.DEFECTIVE & reward.DOUBTFUL
+    assert {c for c, i in reward.DEFECTIVE if i == 4} == set(env_bfcl.CATEGORIES) and ("base", 143) not in reward.DEFECTIVE
+    assert reward.DEFECTIVE | reward.DOUBTFUL <= {(task.category, task.index) for task in ALL}
+
+
+CALL = '<tool_call>\n{"name": "ls", "arguments": {"a": true}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("expected,text", [
+    ("call", CALL + "<|im_end|>"), ("call", CALL), ("call", f"I look.\n{CALL}\n{CALL}<|im_end|>"),
+    ("call", f"<think>\nfirst ls\n</think>\n\n{CALL}<|im_end|>"), ("call", f"ls it is\n</think>\n\n{CALL}<|im_end|>"),
+    ("response", "All done.<|im_end|>"), ("response", "<think>\n\n</think>\n\nDone.<|im_end|>"), ("response", "2 < 3 and a|b<|endoftext|>"),
+    ("polluted", '<tool_call>\n{"name": "ls", "arguments": {}}<|im_end|>'), ("polluted", f"{CALL}\n</tool_call><|im_end|>"),
+    ("polluted", "Done.<|im_end|><|im_end|>"), ("polluted", "Done.<|im_end|>more"), ("polluted", f"{CALL}<think>\nhm</think><|im_end|>"),
+    ("polluted", "<think>a</think>b<think>c</think>d<|im_end|>"), ("polluted", "<think>never closed<|im_end|>"),
+    ("polluted", '<tool_call>\n{"name": "ls", "arguments": {"a": "<|im_end|>"}}\n</tool_call><|im_end|>'), ("polluted", f"Done.{CALL[:11]}<|im_end|>"),
+    ("polluted", _block('{"name": "ls"}') + "<|im_end|>"), ("polluted", f"{CALL}\n<tool_response>\nfaked\n</tool_response><|im_end|>"),
+    ("polluted", "<|im_start|>assistant\nDone.<|im_end|>"), ("polluted", f"{CALL}{_block('ls')}<|im_end|>"),
+    ("collapsed", "<tool_call><|im_end|>"), ("collapsed", "<|im_end|>"), ("collapsed", ""), ("collapsed", "<tool_call>\n</tool_call><|im_end|>"),
+    ("collapsed", "<think>\nhm\n</think>\n\n<|im_end|>"), ("collapsed", "<tool_call><tool_call><tool_call>")])
+def test_reward_structure(expected, text):
+    assert reward.structure(text) == expected
+    assert reward.structure(text, "length") == ("collapsed" if expected == "collapsed" else "polluted")
+
+
+def test_reward_intervals():
+    assert reward.wilson(0, 0) == (0.0, 1.0) and reward.wilson(0, 10)[0] == 0.0 and reward.wilson(10, 10)[1] == pytest.approx(1)
+    low, high = reward.wilson(50, 100)
+    assert round(low, 4) == 0.4038 and round(high, 4) == 0.5962
+    rng = random.Random(0)
+    values = {index: [float(rng.random() < 0.5)] * 4 for index in range(100)}  # four categories that always agree
+    low, high = reward.bootstrap(values)
+    mean = sum(v[0] for v in values.values()) / 100
+    assert low < mean < high and 0.15 < high - low < 0.25  # as for 100 values: 400 "independent" ones would give 0.1
+    assert reward.bootstrap(values) == (low, high) != reward.bootstrap(values, seed=1) and reward.bootstrap({3: [1.0]}) == (1.0, 1.0)
+
+
+def test_env_command_line():
+    def run(*arguments):
+        return subprocess.run([sys.executable, *arguments], cwd=HERE, capture_output=True, text=True)
+    assert re.search(r"base +100 +100 +734 +1142 +0 ", run("env_bfcl.py").stdout)
+    shown = run("env_bfcl.py", "--task", "multi_turn_base_0").stdout
+    assert "previous_report.pdf" in shown and '"name": "diff"' in shown and "<tool_response>" in shown
+    bad = run("env_bfcl.py", "--task", "nope")
+    assert bad.returncode == 2 and "no task 'nope'" in bad.stderr.splitlines()[-1]
+
+
+# =====================================================================================================================
+# What the tests of rollout, grpo, sft and interleave share
+
+def small_task(number=0, asks=None, truth=None):
+    """A task of two user turns in the real file system, with four tools: prompts of 600 tokens instead of 3,600."""
+    base, folder = TASKS["multi_turn_base_0"], f"box{number}"
+    tools = [{k: v for k, v in doc.items() if k != "response"} for doc in base.tools if doc["name"] in ("ls", "mkdir", "pwd", "echo")]
+    asks = asks or [f"Make a folder named {folder}.", "Which files are here?"]
+    truth = truth or [[Call("mkdir", {"dir_name": folder})], [Call("ls", {})]]
+    return dataclasses.replace(base, id=f"small_{number}", index=100 + number, tools=tools, ground_truth=truth,
+                               turns=[[{"role": "user", "content": ask}] for ask in asks])
+
+
+SMALL = [small_task(k) for k in range(4)]
+MKDIR, LS = (render_call(Call("mkdir", {"dir_name": "box0"})), render_call(Call("ls", {})))
+GOOD = [MKDIR, "Done.", LS, "Done."]      # what earns 1 on SMALL[0]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Path of the tiny model, as tools/tiny_model.py makes it."""
+    path = str(tmp_path_factory.mktemp("models") / "tiny")
+    subprocess.run([sys.executable, "tools/tiny_model.py", path, "--hidden", "64", "--layers", "2"], cwd=HERE, check=True, capture_output=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny):
+    return ro.load_tokenizer(tiny)
+
+
+# Qwen3's manner, in our words: a thinking model whose template hides the thoughts of earlier turns and, when it is told not
+# to think, starts each message with an empty think block.
+QWEN3_LIKE = """\
+{%- set at = namespace(user=-1) %}
+{%- for m in messages if m.role == 'user' and not m.content.startswith('<tool_response>') %}{% set at.user = messages.index(m) %}{% endfor %}
+{%- for m in messages %}
+    {%- set parts = m.content.split('</think>') if m.role == 'assistant' else [m.content] %}
+    {%- set said = parts[-1].lstrip('\\n') if parts|length > 1 else m.content %}
+    {%- if m.role == 'assistant' and loop.last and loop.index0 > at.user %}
+        {%- set said = '<think>\\n' + (parts[0].split('<think>')[-1].strip('\\n') if parts|length > 1 else '') + '\\n</think>\\n\\n' + said %}
+    {%- endif %}
+    {{- '<|im_start|>' + m.role + '\\n' + said + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}
+"""
+
+
+def with_template(path, template):
+    tokenizer = ro.AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def thinker(tiny):
+    """The tiny tokenizer with Qwen3's chat behaviour."""
+    return with_template(tiny, QWEN3_LIKE)
+
+
+def spelled(tokenizer, text):
+    """ids of `text`, one per character, never what the tokenizer would merge; with the end token. Tags are spelled out too."""
+    return [i for c in text for i in tokenizer(c, add_special_tokens=False).input_ids] + [tokenizer.eos_token_id]
+
+
+class Scripted:
+    """An engine that says script[i][k] as generation k of trajectory i; its last entry is repeated. An entry is a text
+    (spelled out by characters), a list of ids, or (text or ids, finish reason, steps that it takes). Notes what it gets."""
+
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script, self.clock, self.queue = tokenizer, script, 0, []
+        self.given, self.said, self.order, self.pushed, self.temperature, self.seed = {}, {}, [], [], 1.0, 0
+
+    def add(self, request_id, ids, max_tokens):
+        given, script = self.given.setdefault(request_id, []), self.script[request_id]
+        entry = script[min(len(given), len(script) - 1)]
+        text, reason, delay = entry if isinstance(entry, tuple) else (entry, "stop", 1)
+        said = spelled(self.tokenizer, text) if isinstance(text, str) else list(text)
+        if len(said) > max_tokens:
+            said, reason = said[:max_tokens], "length"
+        given.append((list(ids), max_tokens))
+        n = sum(len(ids) for turns in self.said.values() for ids, _ in turns)
+        logp = [-0.001 * (n + k + 1) for k in range(len(said))]     # no two alike, none 0
+        self.said.setdefault(request_id, []).append((said, logp))
+        self.queue.append((self.clock + delay, (request_id, list(said), list(logp), reason)))
+
+    def step(self):
+        self.clock += 1
+        out = [what for due, what in self.queue if due <= self.clock]
+        self.queue = [q for q in self.queue if q[0] > self.clock]
+        self.order += [what[0] for what in out]
+        return out
+
+    def load_weights(self, named):
+        self.pushed.append({name: tensor.detach().clone() for name, tensor in named})
+
+    def close(self):
+        pass
+
+
+def assert_contract(t, given, said):
+    """Rules 1 to 3 of the token contract, from what the engine was given and what it said."""
+    mask, logp, end = [0] * len(t.ids), [0.0] * len(t.ids), 0
+    assert t.prompt_len == len(given[0][0])
+    for (context, _), (ids, lp) in zip(given, said, strict=True):
+        assert len(context) > end and t.ids[: len(context)] == context     # training sees what sampling saw
+        start, end = len(context), len(context) + len(ids)
+        assert t.ids[start:end] == ids                                     # the very ids, so no text was encoded again
+        mask[start:end], logp[start:end] = [1] * len(ids), lp
+    assert (t.mask, t.logp) == (mask, logp)
+
+
+def play_scripted(tokenizer, script, tasks=None, **settings):
+    """(trajectories, engine) of a rollout over SMALL[0] or `tasks`."""
+    engine = Scripted(tokenizer, script)
+    tasks = tasks or [SMALL[0]] * len(script)
+    feedback = settings.pop("decode_feedback", "none")
+    return rollout(engine, tokenizer, [BFCLEnv(t, feedback) for t in tasks], **settings), engine
+
+
+def messages_of(task, texts, feedback="none"):
+    """The same dialogue as messages."""
+    env = BFCLEnv(task, feedback)
+    messages = env.reset()
+    for text in texts:
+        messages.append({"role": "assistant", "content": text})
+        messages += env.step(text + "<|im_end|>") or []
+    return messages
+
+
+# =====================================================================================================================
+# rollout.py: the token contract
+
+@pytest.mark.parametrize("think", [False, True])
+def test_contract_holds_for_splits_the_tokenizer_would_not_make(tokenizer, thinker, think):
+    """Cases 1, 3, 4: odd JSON spacing, one id per character, thinking in an earlier turn."""
+    odd = '<tool_call>\n{ "name" :"mkdir",  "arguments":{"dir_name":"box0" } }\n</tool_call>'
+    texts = [f"<think>\nmake it\n</think>\n\n{odd}" if think else odd, "naïve 東京.", LS, "Done."]
+    for tok in (tokenizer, thinker):
+        (t,), engine = play_scripted(tok, [texts], think=think)
+        assert_contract(t, engine.given[0], engine.said[0])
+        assert tok(odd, add_special_tokens=False).input_ids != spelled(tok, odd)[:-1]      # the control: it would merge
+        assert t.finish == "done" and t.reward.official == 1 and t.texts == [x + "<|im_end|>" for x in texts]
+        assert t.turns == [0, 0, 1, 1] and t.calls == SMALL[0].ground_truth
+    if think:       # the template would have dropped it, from the context of the next turn
+        shown = thinker.apply_chat_template(messages_of(SMALL[0], texts)[:6], tokenize=False, add_generation_prompt=True)
+        assert "make it" not in shown and "make it" in thinker.decode(engine.given[0][-1][0])
+
+
+@pytest.mark.parametrize("qwen3", [False, True])
+def test_ids_equal_the_template_for_canonical_text(tokenizer, thinker, qwen3):
+    """Cases 2 and 4: the newline after the end token is there, untrained; so is the think block, in every context."""
+    tok = thinker if qwen3 else tokenizer
+    glue = chat_glue(tok)
+    (t,), engine = play_scripted(tok, [[glue.encode(x) + [tok.eos_token_id] for x in GOOD]])
+    assert_contract(t, engine.given[0], engine.said[0])
+    block = glue.think_block
+    assert tok.decode(block) == ("<think>\n\n</think>\n\n" if qwen3 else "")
+    ids = list(t.ids)
+    for k in reversed(range(1, len(ids))):
+        if t.mask[k] and not t.mask[k - 1]:     # a message starts here
+            assert ids[k - len(block): k] == block and tok.decode(ids[:k]).endswith("<|im_start|>assistant\n" + tok.decode(block))
+            del ids[k - len(block): k]
+    # One more user message, since the template treats a last assistant message in its own way.
+    messages = messages_of(SMALL[0], GOOD) + [{"role": "user", "content": "Bye"}]
+    tail = tok("\n<|im_start|>user\nBye<|im_end|>\n", add_special_tokens=False).input_ids
+    assert ids + tail == tok.apply_chat_template(messages, return_dict=False)
+    newline, = tok("\n", add_special_tokens=False).input_ids
+    after = [(t.ids[k + 1], t.mask[k + 1]) for k in range(len(t.ids) - 1) if t.ids[k] == tok.eos_token_id]
+    assert after == [(newline, 0)] * 8      # after all messages but the last
+
+
+def test_a_cut_message_gets_no_end_token_and_the_fault_gives_it_one(tokenizer):
+    """Case 5."""
+    script = [[MKDIR, ("I will now", "length", 1)]]
+    (t,), engine = play_scripted(tokenizer, script, max_action=len(spelled(tokenizer, MKDIR)))
+    assert_contract(t, engine.given[0], engine.said[0])
+    assert t.finish == "length" and sum(t.mask) == sum(len(ids) for ids, _ in engine.said[0])
+    long = [[MKDIR + "x" * 50]]
+    (t,), engine = play_scripted(tokenizer, long, max_action=20)
+    assert_contract(t, engine.given[0], engine.said[0])
+    assert t.finish == "length" and sum(t.mask) == 20 and tokenizer.eos_token_id not in t.ids[t.prompt_len:]
+    assert t.calls == [[]] and t.reward.official == 0
+    (t,), _ = play_scripted(tokenizer, long, max_action=20, train_cut_end=True)
+    assert sum(t.mask) == 21 and (t.ids[-1], t.mask[-1]) == (tokenizer.eos_token_id, 1)
+
+
+def test_a_sampled_end_token_is_trained_also_when_it_is_the_pad_token(tiny):
+    """Case 8."""
+    tok = ro.load_tokenizer(tiny)
+    tok.pad_token = tok.eos_token
+    other = tok.convert_tokens_to_ids("<|endoftext|>")
+    script = [[spelled(tok, MKDIR)[:-1] + [other], "Done."]]     # Qwen's generation config stops at both
+    (t,), engine = play_scripted(tok, script)
+    assert_contract(t, engine.given[0], engine.said[0])
+    assert [m for i, m in zip(t.ids[t.prompt_len:], t.mask[t.prompt_len:]) if i == other] == [1]
+    assert [m for i, m in zip(t.ids[t.prompt_len:], t.mask[t.prompt_len:]) if i == tok.eos_token_id][0] == 0   # the observation's
+    assert t.mask[-1] == 1 and t.ids[-1] == tok.eos_token_id
+    assert set(chat_glue(tok).stop) == {tok.eos_token_id, other}
+
+
+def test_special_token_text_in_an_observation_stays_text(tokenizer):
+    """A tool result cannot close its own message or open another one."""
+    evil = "a<|im_end|><|im_start|>assistant b"
+    task = small_task(9, asks=[f"Say {evil}", "Which files are here?"])
+    (t,), engine = play_scripted(tokenizer, [[render_call(Call("echo", {"content": evil})), "Done."]], [task])
+    assert_contract(t, engine.given[0], engine.said[0])
+    assert tokenizer.decode(t.ids).count(evil) == 2      # in the user's message and in the tool's result, word for word
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert t.ids.count(start) == 2 + 2 * len(t.texts) - 1 and t.ids.count(end) == t.ids.count(start)
+
+
+def test_an_observation_is_cut_at_the_left(tokenizer):
+    glue = chat_glue(tokenizer)
+    (t,), engine = play_scripted(tokenizer, [GOOD], max_observation=3)
+    assert_contract(t, engine.given[0], engine.said[0])
+    after = len(engine.given[0][0][0]) + len(engine.said[0][0][0])
+    shown = messages_of(SMALL[0], GOOD)[3]["content"]
+    assert len(glue.encode(shown)) > 3
+    assert engine.given[0][1][0][after:] == glue.after_action + glue.encode(shown)[-3:] + glue.before_action
+
+
+@pytest.mark.parametrize("template,word", [
+    ("{{ raise_exception('System role not supported') if messages[0].role == 'system' }}x", "does not take system"),
+    ("{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "does not take system"),
+    ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.revindex < 3 else '' }}<|im_end|>\n{% endfor %}"
+     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "template"),
+    ("{{ messages|length }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "rewrites its history"),
+    ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}</think>\n{% endfor %}"
+     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "end token"),
+    ("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}", "end token"),
+], ids=["refuses system", "drops system", "drops old content", "counts messages", "other end", "no end"])
+def test_templates_that_break_the_contract_are_refused(tiny, template, word):
+    with pytest.raises(ValueError, match=word) as caught:
+        chat_glue(with_template(tiny, template))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tiny, tmp_path):
+    tok = ro.AutoTokenizer.from_pretrained(tiny)
+    tok.chat_template = None
+    tok.save_pretrained(tmp_path)
+    for path, word in ((tmp_path, "has no chat template"), (tmp_path / "nothing", "no tokenizer in")):
+        with pytest.raises(ValueError, match=word) as caught:
+            ro.load_tokenizer(str(path))
+        assert "\n" not in str(caught.value)
+
+
+# =====================================================================================================================
+# rollout.py: the loop
+
+def test_results_are_in_order_and_no_trajectory_waits_for_another(tokenizer):
+    """verl-project/verl#2445: one straggler must not hold up the rest."""
+    slow, fast = [(x, "stop", 40) for x in GOOD], GOOD
+    done = []
+    trajectories, engine = play_scripted(tokenizer, [slow, fast, fast[:1]], SMALL[:3], groups=[5, 5, 7], max_generations=6,
+                                         on_finish=lambda i, t: done.append(i))
+    assert [t.task_id for t in trajectories] == ["small_0", "small_1", "small_2"] and [t.group for t in trajectories] == [5, 5, 7]
+    assert done == [1, 2, 0]
+    first_slow = engine.order.index(0)
+    assert engine.order[:first_slow].count(1) == 4 and engine.order.count(0) == 4
+    for i, t in enumerate(trajectories):
+        assert_contract(t, engine.given[i], engine.said[i])
+
+
+def test_caps_and_their_finish_reasons(tokenizer):
+    """Case 23: whatever the model does, the episode ends, and the reason is known."""
+    n = len(spelled(tokenizer, LS))
+    (t,), engine = play_scripted(tokenizer, [[LS]], max_generations=3)
+    assert (t.finish, len(t.texts)) == ("max_generations", 3)
+    (t,), _ = play_scripted(tokenizer, [[LS]])
+    assert (t.finish, len(t.texts)) == ("max_steps", 21)
+    assert reward.training_reward(dataclasses.replace(t.reward, official=1.0), t.finish) == 0
+    (t,), engine = play_scripted(tokenizer, [[LS]], max_response=n + 30, max_action=n + 5)
+    observation = len(engine.given[0][1][0]) - len(engine.given[0][0][0]) - n
+    assert [room for _, room in engine.given[0]] == [n + 5, 30 - observation] and t.finish == "length" and 30 - observation < n
+    (t,), engine = play_scripted(tokenizer, [[LS]], max_response=n + 3)
+    assert t.finish == "max_response" and len(t.texts) == 1
+    (t,), engine = play_scripted(tokenizer, [[LS]], max_prompt=50)
+    assert t.finish == "prompt" and not engine.given and t.reward.official == 0 and not any(t.mask) and not t.infra_error
+    (t,), _ = play_scripted(tokenizer, [["Hello.", "Done."]])
+    assert t.finish == "done" and t.reward.official == 0 and t.calls == [[], []]
+
+
+class Broken(BFCLEnv):
+    """A bug in the environment, in reset or in the second step."""
+    where = "step"
+
+    def reset(self):
+        if self.where == "reset" and hasattr(self, "simulators"):
+            raise RuntimeError("reset is broken")
+        return super().reset()
+
+    def step(self, text, finish_reason="stop"):
+        if self.where == "step" and self.calls_per_turn != [[]]:
+            raise ZeroDivisionError("step is broken")
+        return super().step(text, finish_reason)
+
+
+def test_infrastructure_failures_end_one_trajectory_only(tokenizer):
+    envs = [BFCLEnv(SMALL[0]), Broken(SMALL[0]), Broken(SMALL[0]), BFCLEnv(SMALL[0]), BFCLEnv(SMALL[0])]
+    envs[2].where = "reset"
+    engine = Scripted(tokenizer, [GOOD, GOOD, GOOD, [MKDIR, ([], "error", 1)], GOOD])
+    trajectories = rollout(engine, tokenizer, envs, groups=[0, 0, 0, 1, 1])
+    assert [t.finish for t in trajectories] == ["done", "infra", "infra", "infra", "done"]
+    for t, word in zip(trajectories[1:4], ("step is broken", "reset is broken", "engine")):
+        assert t.reward is None and word in t.infra_error
+    for t in (trajectories[0], trajectories[4]):
+        assert t.reward.official == 1 and t.infra_error is None
+    assert [t.group for t in trajectories] == [0, 0, 0, 1, 1]
+
+
+def test_malformed_calls_are_observations_and_counted(tokenizer):
+    """Case 22, through the loop: nothing raises, the episode goes on."""
+    bad = '<tool_call>\n{"name": "ls", "arguments": {\n</tool_call>'
+    (t,), engine = play_scripted(tokenizer, [[bad, *GOOD]], decode_feedback="error")
+    assert_contract(t, engine.given[0], engine.said[0])
+    assert t.finish == "done" and t.reward.official == 1 and t.feedback == {"malformed": 1}
+    assert "invalid tool call" in tokenizer.decode(engine.given[0][1][0])
+
+
+def test_seeds_differ_in_a_group_and_from_step_to_step(tokenizer, tiny):
+    """Case 21."""
+    seeds = {ro.request_seed(seed, request, length) for seed in (0, 1) for request in range(8) for length in (600, 700)}
+    assert len(seeds) == 32 and all(0 <= s < 2**31 for s in seeds)
+    assert ro.request_seed(3, 1, 10) == ro.request_seed(3, 1, 10)
+    learner, config = grpo.make_learner(tiny), grpo.GRPOConfig(n=2, prompts=1)
+    used = []
+    for step, seed in ((0, 42), (1, 42), (0, 42), (0, 43)):
+        engine = Scripted(tokenizer, [GOOD, GOOD])
+        grpo.play(learner, engine, tokenizer, SMALL[:1], step, dataclasses.replace(config, seed=seed), grpo.Signal())
+        used.append(engine.seed)
+    assert used[0] == used[2] and len(set(used)) == 3
+
+
+def test_saved_trajectories_come_back(tokenizer, tmp_path):
+    envs = [BFCLEnv(SMALL[0]), BFCLEnv(SMALL[0]), Broken(SMALL[1])]
+    trajectories = rollout(Scripted(tokenizer, [GOOD, [LS, "No."], GOOD]), tokenizer, envs, groups=[0, 0, 1])
+    path = str(tmp_path / "steps" / "000000.jsonl")
+    ro.save_trajectories(path, trajectories, [SMALL[0], SMALL[0], SMALL[1]])
+    again = ro.load_trajectories(path)
+    assert len(again) == 3
+    for a, b in zip(trajectories, again):
+        assert b.logp == pytest.approx(a.logp, abs=1e-6)
+        assert dataclasses.replace(a, logp=[]) == dataclasses.replace(b, logp=[])
+    row, = grpo.pack(again[:2])
+    assert torch.equal(row.ids, grpo.pack(trajectories[:2])[0].ids)
+
+
+def test_print_trajectory_marks_what_is_trained(tokenizer, capsys):
+    (t,), _ = play_scripted(tokenizer, [GOOD])
+    ro.print_trajectory(t, tokenizer, max_prompt=100)
+    out = capsys.readouterr().out
+    assert re.findall("«(.*?)»", out, re.S) == t.texts and "characters ...]" in out and "official 1" in out
+
+
+# =====================================================================================================================
+# rollout.py: evaluation
+
+class Oracle(sft.Reciter):
+    """Recites texts[task id], whatever the order of the episodes: it knows a task by its prompt."""
+
+    def __init__(self, tokenizer, tasks, texts, stop_after=10**9):
+        glue = chat_glue(tokenizer)
+        super().__init__(glue, [])
+        self.texts = {tuple(ro.prompt_ids(glue, BFCLEnv(t).reset())): texts[t.id] for t in tasks}
+        assert len(self.texts) == len(tasks)
+        self.left, self.stop_after, self.temperature = {}, stop_after, 0.7
+
+    def add(self, request_id, ids, max_tokens):
+        if request_id not in self.left:
+            self.left[request_id] = list(self.texts[tuple(ids)])
+        assert self.temperature == 0        # evaluation is greedy
+        super().add(request_id, ids, max_tokens)
+
+    def step(self):
+        self.stop_after -= 1
+        if self.stop_after < 0:
+            raise KeyboardInterrupt
+        return super().step()
+
+
+def faithful_or_not(tasks):
+    """Texts of each task: the ground truth, or with a call left out, changed, or a turn skipped."""
+    texts, rng = {}, random.Random(3)
+    for k, task in enumerate(tasks):
+        turns = [list(map(render_call, calls)) for calls in task.ground_truth]
+        full = [t for t, calls in enumerate(turns) if calls]
+        if k % 4 == 1:
+            turns[rng.choice(full)].pop()
+        if k % 4 == 2:
+            turns[rng.choice(full)].insert(0, render_call(Call("no_such_function", {"a": 1})))
+        if k % 4 == 3:
+            turns[full[-1]] = [render_call(Call(task.tools[0]["name"], {}))]
+        texts[task.id] = [x for calls in turns for x in [*calls, "Done."]]
+    return texts
+
+
+def test_evaluation_resumes_and_upstreams_checker_agrees_with_its_result_files(tokenizer, tmp_path, monkeypatch):
+    tasks = env_bfcl.load_tasks("test", ["base", "miss_func"])[3::9]
+    texts, path = faithful_or_not(tasks), str(tmp_path / "episodes.jsonl")
+    whole = ro.evaluate(Oracle(tokenizer, tasks, texts), tokenizer, tasks)
+    shortest = min(map(len, texts.values()))
+    with pytest.raises(KeyboardInterrupt):
+        ro.evaluate(Oracle(tokenizer, tasks, texts, stop_after=shortest + 1), tokenizer, tasks, path)
+    with open(path, "rb+") as f:        # killed while it wrote a line
+        lines = f.read().splitlines(keepends=True)
+        assert 0 < len(lines) < len(tasks)
+        f.truncate(sum(map(len, lines)) - 50)
+    played = []
+    engine = Oracle(tokenizer, tasks, texts)
+    records = ro.evaluate(engine, tokenizer, tasks, path)
+    assert len(engine.left) == len(tasks) - len(lines) + 1 and engine.temperature == 0.7
+    assert records == whole and [r["task_id"] for r in records] == [t.id for t in tasks]
+    again = ro.load_trajectories(path)      # the file is whole again: a cut line does not swallow the next one
+    assert sorted(t.task_id for t in again) == sorted(t.id for t in tasks)
+    engine = Oracle(tokenizer, tasks, texts)
+    assert ro.evaluate(engine, tokenizer, tasks, path) == whole and not engine.left     # nothing is played twice
+
+    ro.write_upstream_results(records, str(tmp_path))
+    decode = upstream_qwen(monkeypatch, tmp_path).decode_execute
+    verdicts, by_id = [], {r["task_id"]: r for r in records}
+    for category in ("base", "miss_func"):
+        for line in open(tmp_path / f"BFCL_v4_multi_turn_{category}_result.json"):
+            entry = json.loads(line)
+            task = TASKS[entry["id"]]
+            steps = [[decode(None, step, False) for step in turn] for turn in entry["result"]]
+            assert all(len(calls) == 1 for turn in steps for calls in turn) and len(steps) == len(task.turns)
+            setup = {"id": task.id, "initial_config": task.initial_config, "involved_classes": task.involved_classes}
+            verdict = upstream_checker.multi_turn_checker(steps, RAW[task.id], setup, "", f"result{len(verdicts)}")["valid"]
+            assert float(verdict) == by_id[task.id]["reward"]["official"], task.id
+            verdicts.append(verdict)
+    assert len(verdicts) == len(tasks) and len(tasks) / 4 < sum(verdicts) < len(tasks)
+
+
+def test_summary_counts_what_it_says():
+    def record(category, index, won, finish="done", infra=None):
+        return {"category": category, "index": index, "finish": finish, "infra_error": infra, "reward": {"official": won, "strict": won * 0.0}}
+    records = [record("base", k, float(k < 6)) for k in (0, 1, 2, 3, 5, 6, 7, 8)]          # 5 of 8
+    records += [record("base", 4, 1.0), record("base", 9, 1.0, "max_steps"), record("base", 10, 1.0, "infra", "boom")]
+    records += [record("miss_func", k, 0.0) for k in (0, 1)]
+    table = ro.summary(records)
+    assert table["base official"] == (6, 10, 0.6, *reward.wilson(6, 10))
+    assert table["base official without defective"] == (5, 9, 5 / 9, *reward.wilson(5, 9))     # (base, 4) is defective
+    assert table["all official"][:3] == (6, 12, 0.5) and table["miss_func official"][:3] == (0, 2, 0.0)
+    assert table["all strict"][:3] == (0, 12, 0.0)
+    low, high = table["all official"][3:]
+    assert 0.2 < low < 0.5 < high < 0.85
+    line = next(x for x in ro.format_table(table).splitlines() if x.startswith("base official "))
+    assert "6/10" in line and "60.0 %" in line
+
+
+# =====================================================================================================================
+# rollout.py: the engines
+
+def plain_logprobs(model, ids, temperature=1.0):
+    """transformers' own forward: log-probabilities of ids[1:]."""
+    model.set_attn_implementation("sdpa")
+    logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :-1].float() / temperature      # [T-1, V]
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=model.device)[:, None])[:, 0]
+
+
+@pytest.fixture(scope="session")
+def sharp(tiny, tmp_path_factory):
+    """The tiny model with larger weights: its next-token distributions depend on the context, as a trained model's do."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.12)
+    path = str(tmp_path_factory.mktemp("models") / "sharp")
+    model.save_pretrained(path)
+    ro.AutoTokenizer.from_pretrained(tiny).save_pretrained(path)
+    return path
+
+
+def other_weights(path):
+    """The model at `path` with all its weights changed."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    return model
+
+
+def run_engine(engine, requests, max_tokens=12):
+    """{request_id: (ids, logp, reason)} of requests {request_id: ids}."""
+    for request_id, ids in requests.items():
+        engine.add(request_id, ids, max_tokens)
+    done = {}
+    while len(done) < len(requests):
+        for request_id, ids, logp, reason in engine.step():
+            assert request_id not in done and len(ids) == len(logp) <= max_tokens
+            done[request_id] = (ids, logp, reason)
+    return done
+
+
+def prompts_for(n, length=90, shared=60, vocab=4000, seed=0):
+    rng = random.Random(seed)
+    head = [rng.randrange(vocab) for _ in range(shared)]
+    return {k: head + [rng.randrange(vocab) for _ in range(length - shared + k)] for k in range(n)}
+
+
+def assert_agrees(model, requests, done, temperature, tolerance=1e-4):
+    """Case 12: the engine's log-probabilities are those of the plain forward at the sampling temperature."""
+    with torch.no_grad():
+        for request_id, (ids, logp, _) in done.items():
+            expected = plain_logprobs(model, requests[request_id] + ids, temperature)[-len(ids):].cpu()
+            assert (torch.tensor(logp) - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_hf_engine_logprobs_equal_the_plain_forward(sharp, temperature):
+    engine, requests = HFEngine(sharp, stop=[4095], temperature=temperature), prompts_for(5)
+    model = AutoModelForCausalLM.from_pretrained(sharp)
+    done = run_engine(engine, requests)
+    assert_agrees(model, requests, done, temperature)
+    if temperature != 1:
+        with pytest.raises(AssertionError):     # the control: not those at temperature 1
+            assert_agrees(model, requests, done, 1.0)
+    assert len({tuple(ids) for ids, _, _ in done.values()}) == 5
+
+
+def test_hf_engine_greedy_equals_generate_and_stops(sharp):
+    requests, model = prompts_for(4), AutoModelForCausalLM.from_pretrained(sharp)
+    done = run_engine(HFEngine(sharp, stop=[4095], temperature=0.0), requests)
+    for k, ids in requests.items():
+        expected = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), do_sample=False,
+                                  max_new_tokens=12, eos_token_id=4095, pad_token_id=0)[0, len(ids):].tolist()
+        assert done[k][0] == expected and done[k][2] == "length"
+    stop = done[0][0][3]
+    stopped = run_engine(HFEngine(sharp, stop=[stop], temperature=0.0), requests)[0]
+    assert stopped[0] == done[0][0][: done[0][0].index(stop) + 1] and stopped[2] == "stop"     # with the stop token
+
+
+def count_tokens(engine):
+    """A list that grows by the number of tokens of each forward."""
+    seen = []
+    engine.model.model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    return seen
+
+
+def test_hf_engine_reads_only_what_is_new_and_gives_what_a_fresh_one_gives(sharp):
+    engine, (first, other) = HFEngine(sharp, stop=[4095], seed=5), list(prompts_for(2, length=200, shared=150).values())
+    seen = count_tokens(engine)
+    ids = run_engine(engine, {0: first})[0][0]
+    second = first + ids + [7, 8, 9, 10]
+    seen.clear()
+    continued = run_engine(engine, {0: second})[0]
+    assert sum(seen) <= 1 + 4 + 12          # the last sampled token, the glue, the new message
+    seen.clear()
+    neighbour = run_engine(engine, {1: other})[1]
+    assert sum(seen) <= len(other) - 150 + 1 + 12       # the shared head is copied
+    for request_id, ids, got in ((0, second, continued), (1, other, neighbour)):
+        fresh = run_engine(HFEngine(sharp, stop=[4095], seed=5), {request_id: ids})[request_id]
+        assert fresh[0] == got[0] and fresh[1] == pytest.approx(got[1], abs=1e-4)
+
+
+def test_hf_engine_limits_change_nothing_but_the_speed(sharp):
+    """More requests than sequences, prompts read in pieces, a cache too small for all."""
+    requests = prompts_for(7, length=80, shared=20)
+    expected = run_engine(HFEngine(sharp, stop=[4095], seed=1), requests)
+    for limits in (dict(max_seqs=2), dict(tokens_per_step=32), dict(cache_tokens=150), dict(max_seqs=3, tokens_per_step=16, cache_tokens=1)):
+        engine = HFEngine(sharp, stop=[4095], seed=1, **limits)
+        for _ in range(2):      # twice: the second time over what the caches hold
+            got = run_engine(engine, requests)
+            for k in requests:
+                assert got[k][0] == expected[k][0] and got[k][1] == pytest.approx(expected[k][1], abs=1e-4)
+        if "cache_tokens" in limits:
+            held = sum(cache.shape[3] for _, cache in engine.slots.values())
+            assert held <= limits["cache_tokens"] + limits.get("max_seqs", 7) * 110 and (limits["cache_tokens"] > 1 or len(engine.slots) <= 3)
+
+
+def test_hf_engine_follows_the_weights_and_drops_its_caches(sharp):
+    """Cases 13 and 14."""
+    requests, model = prompts_for(3), other_weights(sharp)
+    engine = HFEngine(sharp, stop=[4095], temperature=0.0)
+    before = run_engine(engine, requests)
+    engine.load_weights(model.named_parameters())
+    after = run_engine(engine, requests)
+    assert_agrees(model, requests, after, 1.0)
+    assert all(abs(torch.tensor(after[k][1]) - torch.tensor(before[k][1])).max() > 0.01 for k in requests)
+    for name, tensor in model.named_parameters():
+        assert torch.equal(engine.weights()[name], tensor)
+    with torch.no_grad():       # the engine keeps a copy: the trainer's next step does not reach into a rollout
+        model.lm_head.weight.zero_()
+    assert not torch.equal(engine.weights()["model.embed_tokens.weight"], model.lm_head.weight)
+
+
+def test_hf_engine_plays_a_group_with_distinct_samples_and_the_same_seed_again(sharp, tokenizer):
+    """Case 21; and a CPU run is reproducible."""
+    played = []
+    for seed in (1, 1, 2):
+        engine = HFEngine(sharp, chat_glue(tokenizer).stop, seed=seed)
+        played.append(rollout(engine, tokenizer, [BFCLEnv(SMALL[0]) for _ in range(8)], max_action=8, max_response=40))
+    assert [t.ids for t in played[0]] == [t.ids for t in played[1]] and [t.logp for t in played[0]] == [t.logp for t in played[1]]
+    assert len({tuple(t.ids) for t in played[0]}) == 8 and not {tuple(t.ids) for t in played[0]} & {tuple(t.ids) for t in played[2]}
+
+
+def test_an_engine_that_does_not_exist_is_refused(tiny, tokenizer):
+    with pytest.raises(ValueError, match="vllm, hf or auto"):
+        ro.make_engine("sglang", tiny, tokenizer)
+
+
+def test_unreadable_models_are_refused_in_one_line(tiny, tmp_path):
+    """Weights are safetensors: a pickle is never opened."""
+    shutil.copytree(tiny, tmp_path / "cut")
+    data = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(data[: len(data) // 2])
+    shutil.copytree(tiny, tmp_path / "pickle")
+    os.remove(tmp_path / "pickle" / "model.safetensors")
+    torch.save({}, tmp_path / "pickle" / "pytorch_model.bin")
+    for name in ("cut", "pickle", "nothing"):
+        with pytest.raises(ValueError, match="no readable model in") as caught:
+            ro.load_model(str(tmp_path / name))
+        assert "\n" not in str(caught.value)
+    for path in (str(tmp_path / "nothing"), str(tmp_path / "model.gguf")):
+        with pytest.raises(ValueError) as caught:
+            ro.find_model(path)
+        assert "\n" not in str(caught.value) and path in str(caught.value)
+
+
+def test_a_tied_model_stays_tied_and_is_saved_once(tiny, tmp_path):
+    """Cases 15 and 16."""
+    from safetensors import safe_open
+    model = ro.load_model(tiny)
+    model.save_pretrained(tmp_path)
+    ro.load_tokenizer(tiny).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as f:
+        assert "lm_head.weight" not in f.keys()
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.lm_head.weight.data_ptr() == again.model.embed_tokens.weight.data_ptr()
+    ids = torch.arange(50)[None]
+    assert torch.equal(again(ids).logits, AutoModelForCausalLM.from_pretrained(tiny)(ids).logits)
+    assert ro.load_tokenizer(str(tmp_path)).chat_template == ro.load_tokenizer(tiny).chat_template
+
+
+# =====================================================================================================================
+# grpo.py: packing
+
+def random_forest(seed, vocab=4000):
+    """Trajectories of random ids: two tasks under one system prompt, one of them with a prompt that begins the other's, a
+    tree of its own, a short prompt; masks with several messages, one right after the prompt, one at the very end."""
+    rng = random.Random(seed)
+    some = lambda n: [rng.randrange(vocab) for _ in range(n)]
+    system, out = some(100), []
+    task = system + some(30)
+    for group, prompt in enumerate((task, system + some(21), task + some(70), some(80), some(5))):
+        for _ in range(3):
+            pieces = [(some(rng.randrange(1, 9)), k % 2) for k in range(rng.randrange(1, 6) + (group == 0))]
+            if rng.random() < 0.5:
+                pieces = [(ids, 1 - m) for ids, m in pieces]       # half of them begin with a sampled token, as rollouts do
+            t = Trajectory(f"task{group}", group, list(prompt), [0] * len(prompt), [0.0] * len(prompt), len(prompt))
+            for ids, m in pieces:
+                t.extend(ids, [-1.0] * len(ids) if m else None)
+            out.append(t)
+    return out
+
+
+def assert_row_is_exact(row, trajectories):
+    """Every trained token is predicted from exactly the tokens before it, at their positions."""
+    owner = {}
+    for start, end, path in row.segments:
+        assert all(b > a for a, b in path) and (not path or path[-1][1] <= start)
+        owner |= dict.fromkeys(range(start, end), (start, path))
+    for (i, p), source, target in zip(row.trained, row.source.tolist(), row.target.tolist(), strict=True):
+        start, path = owner[source]
+        places = [k for a, b in path for k in range(a, b)] + list(range(start, source + 1))
+        assert row.ids[places].tolist() == trajectories[i].ids[:p] and row.positions[places].tolist() == list(range(p))
+        assert target == trajectories[i].ids[p] and trajectories[i].mask[p] == 1
+
+
+def test_pack_covers_each_trained_token_once_whatever_the_budget():
+    for seed in range(20):
+        trajectories = random_forest(seed)
+        wanted = sorted((i, p) for i, t in enumerate(trajectories) for p, m in enumerate(t.mask) if m)
+        sizes = []
+        for budget in (1, 150, 300, 10**6):
+            rows = grpo.pack(trajectories, budget)
+            for row in rows:
+                assert_row_is_exact(row, trajectories)
+                alone = len({i for i, _ in row.trained}) == 1
+                assert len(row.ids) <= budget or alone
+            assert sorted(pair for row in rows for pair in row.trained) == wanted
+            sizes.append(sum(len(row.ids) for row in rows))
+        assert len(grpo.pack(trajectories, 1)) == sum(any(t.mask) for t in trajectories) and len(rows) == 1
+        assert sizes[-1] <= sizes[2] <= sizes[0] and sizes[-1] < 0.5 * sum(len(t.ids) for t in trajectories)
+
+
+def test_pack_shares_prompts_level_by_level():
+    trajectories = random_forest(0)
+    row, = grpo.pack(trajectories)
+    # system 100 once, the first task's 30 once though another prompt goes on from it, and nothing of a body twice
+    used = {i for i, _ in row.trained}
+    prompts = 100 + 30 + 21 + 70 + 80 + 5
+    bodies = sum(max(p for p, m in enumerate(t.mask) if m) - t.prompt_len for i, t in enumerate(trajectories) if i in used)
+    assert len(row.ids) == prompts + bodies
+    assert max(len(path) for _, _, path in row.segments) >= 3       # system -> task -> longer task -> trajectory
+    empty = Trajectory("none", 0, [1, 2, 3], [0, 0, 0], [0.0] * 3, 2)
+    assert grpo.pack([empty]) == [] and grpo.pack([]) == []
+    assert [i for i, _ in grpo.pack([empty, trajectories[0]])[0].trained][0] == 1
+
+
+def load_double(path):
+    return AutoModelForCausalLM.from_pretrained(path).double()
+
+
+def separate_logprobs(model, trajectories, temperature=1.0):
+    """{(trajectory, position): (logp, entropy)} by one plain forward per trajectory."""
+    model.set_attn_implementation("sdpa")
+    out = {}
+    for i, t in enumerate(trajectories):
+        logits = model(torch.tensor([t.ids]), use_cache=False).logits[0] / temperature
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        logp = logits.log_softmax(-1)
+        out |= {(i, p): (logp[p - 1, t.ids[p]], entropy[p - 1]) for p, m in enumerate(t.mask) if m}
+    return out
+
+
+def relative(a, b):
+    """Distance of two dicts of tensors, relative to the second."""
+    assert a.keys() == b.keys()
+    return float(sum((a[k].double() - b[k].double()).pow(2).sum() for k in b).sqrt() / sum(b[k].double().pow(2).sum() for k in b).sqrt())
+
+
+def gradients(model):
+    out = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return out
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_packed_logprobs_and_gradients_equal_separate_forwards(sharp, temperature):
+    """Case 20."""
+    model, trajectories = load_double(sharp), random_forest(1)
+    expected = separate_logprobs(model, trajectories, temperature)
+    weight = {key: math.sin(k) for k, key in enumerate(expected)}
+    sum(weight[key] * logp for key, (logp, _) in expected.items()).backward()
+    wanted = gradients(model)
+    for budget in (1, 200, 10**6):
+        for row in grpo.pack(trajectories, budget):
+            logp, entropy = grpo.packed_logprobs(model, row, temperature)
+            assert logp.shape == entropy.shape == (len(row.trained),)
+            for got, k in ((logp, 0), (entropy, 1)):
+                assert (got - torch.stack([expected[key][k] for key in row.trained])).abs().max() < 1e-5
+            sum(weight[key] * x for key, x in zip(row.trained, logp)).backward()
+        assert relative(gradients(model), wanted) < 1e-5
+
+
+def test_packed_trajectories_do_not_see_each_other(sharp):
+    """Case 20, with the negative controls: boundaries or positions left out must show."""
+    model, trajectories = load_double(sharp), random_forest(2)
+    row, = grpo.pack(trajectories)
+    with torch.no_grad():
+        before = dict(zip(row.trained, grpo.packed_logprobs(model, row)[0].tolist()))
+        changed = copy.deepcopy(trajectories)
+        victim = changed[0]
+        for p in range(victim.prompt_len, len(victim.ids)):
+            victim.ids[p] = (victim.ids[p] + 1) % 4000
+        row2, = grpo.pack(changed)
+        after = dict(zip(row2.trained, grpo.packed_logprobs(model, row2)[0].tolist()))
+        assert all(before[key] == after[key] for key in before if key[0] != 0)        # bit-equal
+        assert any(abs(before[key] - after[key]) > 0.01 for key in before if key[0] == 0)
+        expected = separate_logprobs(model, trajectories)
+        wanted = torch.stack([expected[key][0] for key in row.trained]).float()
+        one_segment = dataclasses.replace(row, segments=[(0, len(row.ids), ())])
+        no_reset = dataclasses.replace(row, positions=torch.arange(len(row.ids)))
+        for broken in (one_segment, no_reset):
+            assert (grpo.packed_logprobs(model, broken)[0] - wanted).abs().max() > 0.01
+        assert (grpo.packed_logprobs(model, row)[0] - wanted).abs().max() < 1e-5
+
+
+def test_observations_are_seen_but_never_predicted(sharp):
+    """Case 6: what follows an observation depends on it, what precedes it does not, and no gradient asks for it."""
+    model = load_double(sharp)
+    t = Trajectory("one", 0, list(range(10, 90)), [0] * 80, [0.0] * 80, 80)
+    t.extend([5, 6, 7], [-1.0] * 3)
+    t.extend([100, 101, 102, 103])
+    t.extend([8, 9], [-1.0] * 2)
+    other = copy.deepcopy(t)
+    other.ids[84] = 3000
+    (row,), (row2,) = grpo.pack([t]), grpo.pack([other])
+    with torch.no_grad():
+        a, b = grpo.packed_logprobs(model, row)[0], grpo.packed_logprobs(model, row2)[0]
+    assert torch.equal(a[:3], b[:3]) and (a[3:] - b[3:]).abs().min() > 1e-4
+    assert row.trained == [(0, 80), (0, 81), (0, 82), (0, 87), (0, 88)] and not {100, 101, 102, 103} & set(row.target.tolist())
+    # The logits at the observation's own places take no part: a head that only they use gets no gradient.
+    model.set_attn_implementation("sdpa")
+    logits = model(torch.tensor([t.ids]), use_cache=False).logits
+    logits.retain_grad()
+    logp = logits[0].log_softmax(-1)
+    sum(logp[p - 1, t.ids[p]] for _, p in row.trained).backward()
+    touched = logits.grad[0].abs().sum(-1).nonzero()[:, 0].tolist()
+    assert touched == [79, 80, 81, 86, 87]
+    wanted = gradients(model)
+    grpo.packed_logprobs(model, row)[0].sum().backward()
+    assert relative(gradients(model), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10**6])
+def test_the_chunked_head_equals_the_naive_one(sharp, chunk, monkeypatch):
+    """Case 18."""
+    model, trajectories = load_double(sharp), random_forest(3)
+    row, = grpo.pack(trajectories)
+    monkeypatch.setattr(grpo, "HEAD_CHUNK", chunk)
+    weight = torch.sin(torch.arange(len(row.trained)).double())
+    expected = separate_logprobs(model, trajectories)
+    wanted = torch.stack([expected[key][0] for key in row.trained])
+    (weight * wanted).sum().backward()
+    exact = gradients(model)
+    watch = [3, 4000, 17]
+    logp, entropy, likeliest, watched = grpo.packed_logprobs(model, row, watch=watch)
+    (weight * logp).sum().backward()
+    assert (logp - wanted).abs().max() < 1e-5 and relative(gradients(model), exact) < 1e-5
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        for k, (i, p) in list(enumerate(row.trained))[::5]:
+            probabilities = model(torch.tensor([trajectories[i].ids[:p]]), use_cache=False).logits[0, -1].softmax(-1)
+            assert (watched[k] - probabilities[watch]).abs().max() < 1e-5
+            assert bool(likeliest[k]) == (int(probabilities.argmax()) == trajectories[i].ids[p])
+            assert abs(float(entropy[k]) + float((probabilities * probabilities.log()).sum())) < 1e-4
+
+
+# =====================================================================================================================
+# grpo.py: advantages and loss
+
+def test_group_advantages_are_the_papers_and_flat_groups_exactly_zero():
+    """Case 28: [0.1 + 0.2] * 7 + [0.3] differ by rounding only."""
+    adv = grpo.group_advantages(torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [0.25, 0.5, 0.75, 1.0]]))
+    std = math.sqrt(sum((x - 0.625) ** 2 for x in (0.25, 0.5, 0.75, 1.0)) / 3)
+    expected = [[1.5, -0.5, -0.5, -0.5], [0.8660254] * 2 + [-0.8660254] * 2, [(x - 0.625) / std for x in (0.25, 0.5, 0.75, 1.0)]]
+    assert (adv - torch.tensor(expected)).abs().max() < 1e-5
+    for row in ([1.0] * 8, [0.0] * 8, [0.3] * 8, [0.1 + 0.2] * 7 + [0.3], [0.7] * 7 + [0.1 * 7]):
+        for dtype in (torch.float32, torch.float64):
+            assert torch.equal(grpo.group_advantages(torch.tensor([row], dtype=dtype)), torch.zeros(1, 8, dtype=dtype)), row
+    assert torch.equal(grpo.group_advantages(torch.tensor([[1.0], [0.0]])), torch.zeros(2, 1))     # one sample has no group
+
+
+def test_policy_loss_equals_numbers_worked_by_hand():
+    """Clip on both sides, dual clip, k3; which tokens get a gradient; the sums of the metrics."""
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5, 5.0, 5.0])
+    adv = torch.tensor([2.0, 1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
+    by_hand = [-2.0, -1.2, -0.5, 1.5, 0.8, 3.0, -1.2]
+    moves = [True, False, True, True, False, False, False]      # a clipped token's gradient is exactly 0
+    for k, expected in enumerate(by_hand):
+        logp = (ratio[k: k + 1].log() - 1.0).requires_grad_()
+        loss, sums = grpo.policy_loss(logp, torch.full((1,), -1.0), adv[k: k + 1])
+        loss.backward()
+        assert loss.item() == pytest.approx(expected, abs=1e-5) and sums["pg"].item() == pytest.approx(expected, abs=1e-5)
+        assert (logp.grad.item() != 0) == moves[k] and sums["kl"] == 0
+    loss, sums = grpo.policy_loss(ratio.log() - 1, torch.full((7,), -1.0), adv)
+    assert loss.item() == pytest.approx(sum(by_hand), abs=1e-4)
+    assert sums["clipped"] == 3 and sums["ratio"].item() == pytest.approx(15.0, abs=1e-4)
+    loss, _ = grpo.policy_loss(ratio.log() - 1, torch.full((7,), -1.0), adv, clip_low=0.6, clip_high=0.7, dual_clip=10.0)
+    assert loss.item() == pytest.approx(-2 - 1.5 - 0.5 + 1.5 + 0.5 + 5 - 1.7, abs=1e-4)
+    d = torch.tensor([0.5, -1.0, 0.0, 3.0])     # ref - policy
+    k3 = [math.exp(x) - x - 1 for x in d.tolist()]
+    k3[3] = min(k3[3], 10.0)
+    assert k3[3] == 10
+    logp = torch.full((4,), -2.0, requires_grad=True)
+    loss, sums = grpo.policy_loss(logp, logp.detach(), torch.zeros(4), logp.detach() + d, kl_coef=0.1)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * sum(k3), abs=1e-5) and sums["kl"].item() == pytest.approx(sum(k3), abs=1e-5)
+    assert logp.grad.tolist() == pytest.approx([0.1 * (1 - math.exp(0.5)), 0.1 * (1 - math.exp(-1)), 0.0, 0.0], abs=1e-6)
+    w = torch.tensor([2.0, 0.5])
+    loss, _ = grpo.policy_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1.0, 1.0]), torch.zeros(2), weight=w)
+    assert loss.item() == -2.5
+
+
+# =====================================================================================================================
+# grpo.py: the update
+
+class Recorder:
+    """In place of an optimizer: keeps each gradient, changes nothing."""
+
+    def __init__(self, model):
+        self.model, self.param_groups, self.kept, self.state = model, [{"lr": 0.0}], [], {}
+
+    def step(self):
+        self.kept.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.model.parameters():
+            p.grad = None
+
+
+def recording(path, reference=None):
+    learner = grpo.make_learner(path)
+    learner.optimizer = Recorder(learner.model)
+    if reference:
+        grpo.set_reference(learner, reference)
+    return learner
+
+
+def config_for_update(**changes):
+    return grpo.GRPOConfig(**({"mini_batch": 100, "clip_norm": 1e9, "kl_coef": 0.0} | changes))
+
+
+def one_gradient(path, trajectories, adv, reference=None, **changes):
+    learner = recording(path, reference)
+    metrics = grpo.update(learner, trajectories, adv, config_for_update(**changes))
+    grad, = learner.optimizer.kept
+    return grad, metrics
+
+
+def advantages_of(trajectories):
+    return [math.cos(3.0 * i) for i in range(len(trajectories))]
+
+
+def test_the_update_has_the_gradient_of_the_plain_objective(sharp, tiny):
+    """Mean over trained tokens of -advantage * logp (+ KL), by one plain forward per trajectory; temperature as sampled."""
+    trajectories = random_forest(4)
+    adv = advantages_of(trajectories)
+    for temperature, kl_coef in ((1.0, 0.0), (0.7, 0.2)):
+        model, frozen = (AutoModelForCausalLM.from_pretrained(p) for p in (sharp, tiny))
+        got = separate_logprobs(model, trajectories, temperature)
+        with torch.no_grad():
+            ref = separate_logprobs(frozen, trajectories, temperature)
+        d = {key: ref[key][0] - got[key][0] for key in got}
+        k3 = {key: (x.exp() - x - 1).clamp(max=10) for key, x in d.items()}
+        loss = sum(-adv[i] * torch.exp(got[i, p][0] - got[i, p][0].detach()) + kl_coef * k3[i, p] for i, p in got) / len(got)
+        loss.backward()
+        grad, metrics = one_gradient(sharp, trajectories, adv, tiny if kl_coef else None, kl_coef=kl_coef, temperature=temperature)
+        assert relative(grad, gradients(model)) < 1e-4
+        assert metrics["trained_tokens"] == len(got) and metrics["ratio"] == pytest.approx(1.0) and metrics["clip_share"] == 0
+        assert metrics["pg_loss"] == pytest.approx(sum(-adv[i] for i, _ in got) / len(got), abs=1e-5)
+        assert metrics["entropy"] == pytest.approx(sum(float(e) for _, e in got.values()) / len(got), rel=1e-4)
+        assert metrics["kl"] == pytest.approx(sum(map(float, k3.values())) / len(got) if kl_coef else 0.0, rel=1e-3)
+        gap = sum(abs(float(logp) + 1.0) for logp, _ in got.values()) / len(got)       # random_forest's engine said -1.0
+        assert metrics["engine_gap"] == pytest.approx(gap, rel=1e-4)
+
+
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(sharp, tiny):
+    """Case 29: one sequence per row, about two, all; one long trajectory beside short ones."""
+    trajectories = random_forest(5)
+    long = trajectories[0]
+    for k in range(40):
+        long.extend([k + 7] * 8, [-1.0] * 8 if k % 2 else None)
+    adv = advantages_of(trajectories)
+    whole, metrics = one_gradient(sharp, trajectories, adv, tiny, kl_coef=0.1)
+    assert metrics["rows"] == 1 and metrics["updates"] == 1
+    for tokens_per_row, rows in ((1, len(trajectories)), (300, None)):
+        grad, metrics = one_gradient(sharp, trajectories, adv, tiny, kl_coef=0.1, tokens_per_row=tokens_per_row)
+        assert relative(grad, whole) < 1e-5 and metrics["rows"] > 1 and rows in (None, metrics["rows"])
+    short = [t for t in trajectories if t is not long and any(t.mask)]
+    without, _ = one_gradient(sharp, short, [adv[trajectories.index(t)] for t in short])
+    assert relative(without, whole) > 0.01      # the control
+
+
+def test_a_group_of_equal_rewards_changes_nothing(sharp, tiny):
+    """Case 28."""
+    trajectories = random_forest(6)
+    adv = [a if t.group else 0.0 for t, a in zip(trajectories, advantages_of(trajectories))]
+    with_flat, metrics = one_gradient(sharp, trajectories, adv, tiny, kl_coef=0.1)
+    assert (metrics["groups_kept"], metrics["groups_flat"]) == (4, 1)
+    kept = [(t, a) for t, a in zip(trajectories, adv) if t.group]
+    without, fewer = one_gradient(sharp, *zip(*kept), tiny, kl_coef=0.1)
+    for name in without:
+        assert torch.equal(with_flat[name], without[name])
+    for key in ("trained_tokens", "pg_loss", "kl", "entropy", "grad_norm"):
+        assert metrics[key] == fewer[key]
+    # A trajectory of a kept group with advantage 0 stays: its tokens count.
+    adv[3] = 0.0
+    assert trajectories[3].group == 1 and one_gradient(sharp, trajectories, adv)[1]["trained_tokens"] == metrics["trained_tokens"]
+
+
+def state_of(learner):
+    """Copies of all weights and of all that AdamW remembers."""
+    return {n: p.detach().clone() for n, p in learner.model.named_parameters()} | {
+        f"{n}/{k}": v.clone() for n, p in learner.model.named_parameters() for k, v in learner.optimizer.state.get(p, {}).items()}
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_a_step_without_any_difference_leaves_weights_and_optimizer_bit_equal(sharp):
+    """Case 28: weight decay and momentum included."""
+    trajectories = random_forest(7)
+    learner = grpo.make_learner(sharp)
+    grpo.set_optimizer(learner, 1e-3, weight_decay=0.1)
+    start = state_of(learner)
+    grpo.update(learner, trajectories, advantages_of(trajectories), config_for_update())
+    before = state_of(learner)
+    assert len(before) == 4 * len(start) and not any(torch.equal(start[n], before[n]) for n in start)
+    metrics = grpo.update(learner, trajectories, [0.0] * len(trajectories), config_for_update())
+    assert same_bits(state_of(learner), before)
+    assert metrics["updates"] == 0 and metrics["groups_kept"] == 0 and metrics["trained_tokens"] == 0 and metrics["pg_loss"] == 0
+
+
+def test_mini_batches_are_formed_before_flat_groups_are_dropped_and_old_logprobs_are_the_steps_first(sharp):
+    trajectories = random_forest(8)
+    adv = [0.0 if t.group in (1, 2, 3) else a for t, a in zip(trajectories, advantages_of(trajectories))]
+    learner = grpo.make_learner(sharp)
+    learner.optimizer, after = torch.optim.SGD(learner.model.parameters(), lr=0.5), []
+    learner.optimizer.register_step_post_hook(lambda *_: after.append(copy.deepcopy(learner.model)))
+    metrics = grpo.update(learner, trajectories, adv, config_for_update(mini_batch=2))
+    assert metrics["updates"] == len(after) == 2        # groups (0, 1), (2, 3), (4): the second is empty
+    first, last = ([t for t in trajectories if t.group == g] for g in (0, 4))
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(sharp)
+        old, new = separate_logprobs(model, last), separate_logprobs(after[0], last)
+    ratios = [float((new[key][0] - old[key][0]).exp()) for key in old]
+    n = sum(sum(t.mask) for t in first)
+    assert max(abs(r - 1) for r in ratios) > 0.01
+    assert metrics["ratio"] == pytest.approx((n + sum(ratios)) / (n + len(ratios)), rel=1e-4)
+
+
+def test_a_learning_rate_of_1e_6_moves_most_weights(tiny):
+    """Case 19: the master weights are fp32. In bf16 nothing would have happened."""
+    trajectories = random_forest(9)
+    learner = grpo.make_learner(tiny)
+    assert {p.dtype for p in learner.model.parameters()} == {torch.float32}
+    before = [p.detach().clone() for p in learner.model.parameters()]
+    grpo.set_optimizer(learner, 1e-6)
+    grpo.update(learner, trajectories, advantages_of(trajectories), config_for_update())
+    moved = sum(int((p != b).sum()) for p, b in zip(learner.model.parameters(), before))
+    in_bf16 = sum(int((p.bfloat16() != b.bfloat16()).sum()) for p, b in zip(learner.model.parameters(), before))
+    total = sum(b.numel() for b in before)
+    assert moved > 0.5 * total and in_bf16 < 0.05 * total
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_the_third_stops_the_run(sharp):
+    trajectories = random_forest(10)
+    bad = [float("nan")] + advantages_of(trajectories)[1:]
+    learner = grpo.make_learner(sharp)
+    grpo.set_optimizer(learner, 1e-3)
+    grpo.update(learner, trajectories, advantages_of(trajectories), config_for_update())
+    before = state_of(learner)
+    for _ in range(2):
+        metrics = grpo.update(learner, trajectories, bad, config_for_update())
+        assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1) and same_bits(state_of(learner), before)
+    grpo.update(learner, trajectories, advantages_of(trajectories), config_for_update())       # a good one: the count starts over
+    assert not same_bits(state_of(learner), before)
+    for _ in range(2):
+        grpo.update(learner, trajectories[:3], bad[:3], config_for_update())
+    with pytest.raises(FloatingPointError, match="task0"):
+        grpo.update(learner, trajectories[:3], bad[:3], config_for_update())
+
+
+def test_truncated_importance_sampling_weighs_the_policy_term(sharp):
+    """--tis: min(trainer / engine, cap) per token; the demonstrations' tokens have no engine and keep 1."""
+    trajectories = random_forest(11)
+    adv = advantages_of(trajectories)
+    trajectories[0].source = "demo"
+    model = AutoModelForCausalLM.from_pretrained(sharp)
+    got = separate_logprobs(model, trajectories)
+    weight = {key: 1.0 if key[0] == 0 else min(math.exp(float(logp) + 1.0), 0.01) for key, (logp, _) in got.items()}
+    assert 0.2 < sum(w < 0.01 for w in weight.values()) / len(weight) < 0.98
+    (sum(-adv[key[0]] * weight[key] * logp for key, (logp, _) in got.items()) / len(got)).backward()
+    grad, _ = one_gradient(sharp, trajectories, adv, tis=0.01)
+    assert relative(grad, gradients(model)) < 1e-4
+
+
+def test_task_order_is_a_pure_function_and_each_epoch_a_permutation():
+    steps = [grpo.task_order(30, 6, step, 42) for step in range(20)]
+    assert steps == [grpo.task_order(30, 6, step, 42) for step in range(20)] != [grpo.task_order(30, 6, step, 43) for step in range(20)]
+    for epoch in range(4):
+        assert sorted(i for step in steps[5 * epoch: 5 * epoch + 5] for i in step) == list(range(30))
+    assert all(len(set(step)) == 6 for step in steps) and steps[:5] != steps[5:10]
+    assert sorted(i for step in range(7) for i in grpo.task_order(7, 3, step, 0)) == sorted(list(range(7)) * 3)
+
+
+@pytest.mark.parametrize("change,word", [
+    (dict(top_p=0.9), "--top_p must be 1"), (dict(temperature=0.0), "--temperature"), (dict(reward="dense"), "official, strict or per_turn"),
+    (dict(decode_feedback="loud"), "none, short or error"), (dict(n=0), "--n must"), (dict(mini_batch=0), "--mini_batch"),
+    (dict(ops_weight="x"), "plain or luffy"), (dict(tokens_per_row=0), "--tokens_per_row")])
+def test_settings_that_would_spoil_a_run_are_refused(change, word):
+    """Case 12: top_p < 1 and training do not go together."""
+    grpo.check_config(grpo.GRPOConfig())
+    with pytest.raises(ValueError, match=word) as caught:
+        grpo.check_config(grpo.GRPOConfig(**change))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny, tokenizer):
+    """The whole of grpo_step over the real environment and reward: the sign of everything at once."""
+    bad = [render_call(Call("pwd", {})), "Done.", LS, "Done."]
+    learner = grpo.make_learner(tiny)
+    grpo.set_optimizer(learner, 1e-3)
+    grpo.set_reference(learner, tiny)
+    config = grpo.GRPOConfig(prompts=2, n=4, mini_batch=2, lr=1e-3, warmup=2, decode_feedback="none")
+    engine = Scripted(tokenizer, [GOOD, bad, GOOD, bad] + [bad] * 4)
+    metrics, trajectories = grpo.grpo_step(learner, engine, tokenizer, SMALL[:2], 0, 0, config)
+    assert [t.reward.official for t in trajectories] == [1, 0, 1, 0, 0, 0, 0, 0] and [t.group for t in trajectories] == [0] * 4 + [1] * 4
+    assert metrics["reward"] == 0.25 and metrics["success/official"] == 0.25 and metrics["finish/done"] == 1
+    assert (metrics["groups_kept"], metrics["groups_flat"], metrics["updates"]) == (1, 1, 1)
+    assert metrics["structure/call"] == 0.5 and metrics["structure/response"] == 0.5 and metrics["lr"] == 5e-4
+    assert metrics["checklist"]["KL to the reference"] == {"value": 0.0, "pass": True}
+    assert not metrics["checklist"]["mean |engine - trainer|"]["pass"]      # scripted log-probabilities are nobody's
+    before, after = AutoModelForCausalLM.from_pretrained(tiny), learner.model
+    assert same_bits(engine.pushed[-1], {n: p.detach() for n, p in after.named_parameters()})
+    with torch.no_grad():
+        action = lambda t: slice(t.prompt_len - 1, t.prompt_len - 1 + len(engine.said[0][0][0]))
+        change = [float((plain_logprobs(after, t.ids) - plain_logprobs(before, t.ids))[action(t)].sum()) for t in trajectories[:2]]
+    assert change[0] > 0.5 > 0 > change[1]
+    pushes = len(engine.pushed)
+    flat = Scripted(tokenizer, [bad] * 8)
+    metrics, _ = grpo.grpo_step(learner, flat, tokenizer, SMALL[:2], 1, 1, config)
+    assert metrics["updates"] == 0 and "checklist" not in metrics and metrics["lr"] == 1e-3 and len(engine.pushed) == pushes
+
+
+def test_an_infrastructure_failure_is_not_a_failure_of_the_task(tiny, tokenizer):
+    """It leaves its group: the others' mean and std are as if it had not been played."""
+    learner, config = grpo.make_learner(tiny), grpo.GRPOConfig(n=4, prompts=1)
+    engine = Scripted(tokenizer, [GOOD, [([], "error", 1)], ["No.", "No."], GOOD])
+    trajectories, adv, _ = grpo.play(learner, engine, tokenizer, SMALL[:1], 0, config, grpo.Signal())
+    expected = grpo.group_advantages(torch.tensor([[1.0, 0.0, 1.0]]))[0].tolist()
+    assert adv == [expected[0], 0.0, expected[1], expected[2]] and trajectories[1].infra_error
+    metrics = grpo.rollout_metrics(learner, trajectories, config)
+    assert (metrics["infra"], metrics["n"], metrics["reward"]) == (1, 3, pytest.approx(2 / 3))
+
+
+def forest_for_ranks():
+    """Four groups; groups 0 and 1 make the first mini-batch, 2 and 3 the second."""
+    trajectories = [t for t in random_forest(12) if t.group < 4]
+    return trajectories, advantages_of(trajectories)
+
+
+def rank_update(path):
+    """Two updates and an SFT step with this process's share -> (weights, metrics)."""
+    learner = grpo.make_learner(path)
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.3)
+    rank, world = learner.accelerator.process_index, learner.accelerator.num_processes
+    trajectories, adv = forest_for_ranks()
+    share = [k for k, t in enumerate(trajectories) if t.group % world == rank]
+    metrics = grpo.update(learner, [trajectories[k] for k in share], [adv[k] for k in share], config_for_update(mini_batch=2))
+    metrics |= {f"sft/{k}": v for k, v in sft.sft_step(learner, trajectories[:7], 0.3, sft.SFTConfig()).items()}
+    return {n: p.detach().clone() for n, p in learner.model.named_parameters()}, metrics
+
+
+def rank_main(path, out):
+    """What test_two_ranks runs in each of its processes."""
+    weights, metrics = rank_update(path)
+    rank = int(os.environ["RANK"])
+    torch.save((weights, metrics), f"{out}/{rank}.pt")
+
+
+def test_two_ranks_make_the_step_of_one(sharp, tmp_path):
+    """Case 29, over gloo: the gradient is a mean over all trained tokens, wherever they are; metrics are over all ranks."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
+                        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code = f"import test_smoke; test_smoke.rank_main({sharp!r}, {str(tmp_path)!r})"
+    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=HERE, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True)
+             for r in range(2)]
+    errors = [r.communicate()[1] for r in ranks]
+    assert [r.returncode for r in ranks] == [0, 0], errors[0][-2000:] + errors[1][-2000:]
+    weights, metrics = rank_update(sharp)
+    start = {n: p for n, p in AutoModelForCausalLM.from_pretrained(sharp).named_parameters()}
+    (w0, m0), (w1, m1) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    assert same_bits(w0, w1) and metrics["updates"] == 2
+    for name in weights:
+        assert (weights[name] - w0[name]).abs().max() < 1e-6
+    assert max(float((weights[n] - start[n]).abs().max()) for n in weights) > 1e-3
+    assert m0 == m1
+    for key in ("updates", "groups_kept", "trained_tokens", "grad_norm", "pg_loss", "entropy", "ratio", "engine_gap", "sft/loss", "sft/token_accuracy",
+                "sft/trained_tokens", "sft/grad_norm"):
+        assert m0[key] == pytest.approx(metrics[key], rel=1e-4), key
+
+
+# =====================================================================================================================
+# sft.py
+
+def test_dialogues_of_all_train_tasks_score_one_and_train_only_the_assistant(tokenizer):
+    """Case 7: decoded, the trained ids are the assistant messages with their end tokens."""
+    tasks = env_bfcl.load_tasks("train")
+    dialogues = sft.demonstrate(tokenizer, tasks)
+    assert len(dialogues) == 300
+    for task, t in zip(tasks, dialogues):
+        assert (t.finish, t.reward.official, t.reward.strict, t.infra_error) == ("done", 1.0, 1.0, None), task.id
+        assert tokenizer.decode([i for i, m in zip(t.ids, t.mask) if m]) == "".join(t.texts) == "".join(
+            x + "<|im_end|>" for x in sft.assistant_texts(task))
+        assert 0 < sum(t.mask) < len(t.ids) and t.calls == task.ground_truth and not t.refused and not any(t.logp)
+        for calls, said in zip(task.ground_truth, [[x for x, k in zip(t.texts, t.turns) if k == turn] for turn in range(len(task.turns))]):
+            assert len(said) == len(calls) + 1 and not parse_calls(said[-1])[0]     # one call a message, then a closing one
+    closing = {task.category: [x for x, calls in zip([t.texts[max(k for k, u in enumerate(t.turns) if u == turn)] for turn in range(len(task.turns))],
+                                                     task.ground_truth) if not calls] for task, t in zip(tasks, dialogues)}
+    assert set(closing["miss_func"]) == {sft.NO_FUNCTION + "<|im_end|>"} and set(closing["miss_param"]) == {sft.NO_PARAMETER + "<|im_end|>"}
+
+
+@pytest.mark.parametrize("qwen3", [False, True])
+def test_sft_ids_equal_the_rollouts_and_the_templates(tokenizer, thinker, qwen3):
+    """Case 33: one transcript, one sequence of ids and one mask, whoever made it."""
+    tok = thinker if qwen3 else tokenizer
+    glue, tasks = chat_glue(tok), env_bfcl.load_tasks("train")[5::60] + SMALL[:1]
+    for task, demo in zip(tasks, sft.demonstrate(tok, tasks)):
+        texts = sft.assistant_texts(task)
+        (t,), _ = play_scripted(tok, [[glue.encode(x) + [tok.eos_token_id] for x in texts]], [task], max_generations=100, max_response=16384,
+                                max_prompt=16384, max_action=8192, max_observation=16384, decode_feedback="error")
+        assert (t.ids, t.mask, t.prompt_len) == (demo.ids, demo.mask, demo.prompt_len)
+        messages = messages_of(task, texts, "error") + [{"role": "user", "content": "Bye"}]
+        tail = tok("\n<|im_start|>user\nBye<|im_end|>\n", add_special_tokens=False).input_ids
+        plain, n = [], len(glue.think_block)
+        for k, i in enumerate(demo.ids):
+            if demo.mask[k] and not demo.mask[k - 1] and n:
+                del plain[-n:]
+            plain.append(i)
+        assert plain + tail == tok.apply_chat_template(messages, tokenize=True, return_dict=False), task.id
+        chat = sft.encode_chat(tok, messages[:-1], "chat")
+        if max(len(glue.encode(m["content"])) for m in messages) <= 1024:
+            assert (chat.ids, chat.mask) == (demo.ids, demo.mask)
+
+
+def test_one_pass_has_the_gradient_of_the_papers_exploded_rows(sharp, tokenizer):
+    """One row per assistant message, with the ground-truth history as its prompt, token mean over all rows."""
+    dialogues = sft.demonstrate(tokenizer, SMALL[:3])
+    model, loss, n = AutoModelForCausalLM.from_pretrained(sharp), 0.0, 0
+    model.set_attn_implementation("sdpa")
+    rows = 0
+    for t in dialogues:
+        starts = [k for k in range(1, len(t.ids)) if t.mask[k] and not t.mask[k - 1]]
+        for start in starts:
+            end = next((k for k in range(start, len(t.ids)) if not t.mask[k]), len(t.ids))
+            labels = torch.tensor([[-100] * start + t.ids[start:end]])
+            logits = model(torch.tensor([t.ids[:end]]), use_cache=False).logits
+            loss = loss + torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
+            n, rows = n + end - start, rows + 1
+    (loss / n).backward()
+    assert rows == 12
+    for tokens_per_row in (32768, 700):
+        learner = recording(sharp)
+        metrics = sft.sft_step(learner, dialogues, 1e-3, sft.SFTConfig(tokens_per_row=tokens_per_row))
+        grad, = learner.optimizer.kept
+        norm = max(metrics["grad_norm"], 1.0)       # sft_step clips at 1
+        wanted = {k: v.grad / norm for k, v in model.named_parameters()}
+        assert relative(grad, wanted) < 1e-4
+        assert metrics["loss"] == pytest.approx(float(loss / n), rel=1e-5) and metrics["trained_tokens"] == n
+        assert learner.optimizer.param_groups[0]["lr"] == 1e-3
+    assert metrics["read_tokens"] > sum(len(t.ids) for t in dialogues) / 3
+
+
+def test_batches_are_even_cover_everything_and_depend_on_the_epoch_only():
+    dialogues = [Trajectory(f"d{k}", ids=[k % 3] * 80 + [k], mask=[0] * 80 + [1], prompt_len=80) for k in range(30)]
+    config = sft.SFTConfig(dialogues=13)
+    for n, sizes in ((30, [15, 15]), (13, [13]), (300, [13] * 23), (3, [3]), (26, [13, 13])):
+        got = sft.batches([dialogues[0]] * n, config, 0)
+        assert len(got) == len(sizes) and sum(map(len, got)) == n and max(map(len, got)) - min(map(len, got)) <= 1
+        assert n == 300 or [len(b) for b in got] == sizes
+    names = lambda epoch, **changes: [[t.task_id for t in b] for b in sft.batches(dialogues, dataclasses.replace(config, **changes), epoch)]
+    assert names(0) == names(0) != names(1) and names(0) != names(0, seed=7)
+    assert sorted(sum(names(1), [])) == sorted(t.task_id for t in dialogues)
+    grouped = sft.batches(dialogues, dataclasses.replace(config, group_by_tools=True, dialogues=10), 0)
+    assert sorted(len({t.ids[0] for t in b}) for b in grouped) == [1, 1, 1]
+
+
+def test_cosine_schedule():
+    config = sft.SFTConfig(lr=2.0, warmup_ratio=0.2)
+    got = [sft.cosine_lr(config, step, 10) for step in range(10)]
+    assert got[:3] == pytest.approx([1.0, 2.0, 2.0]) and got[6] == pytest.approx(1.0)
+    assert got[9] == pytest.approx(1 + math.cos(math.pi * 7 / 8)) and all(a > b for a, b in zip(got[2:], got[3:]))
+    assert sft.cosine_lr(config, 0, 1) == pytest.approx(2.0)
+
+
+def test_the_stop_rule_looks_at_a_whole_epoch(sharp, monkeypatch):
+    dialogues = [Trajectory(f"d{k}", ids=[k] * 10, mask=[0] * 9 + [1], prompt_len=9) for k in range(4)]
+    accuracy = [0.5, 1.0, 0.99, 0.96, 0.98, 0.97, 1.0, 1.0]     # pairs (two steps an epoch): the mean of 4 and 5 is the first >= 0.97 ... of 2 and 3 0.975
+    monkeypatch.setattr(sft, "sft_step", lambda learner, batch, lr, config: {"loss": 0.0, "token_accuracy": accuracy.pop(0)})
+    learner = types.SimpleNamespace(accelerator=types.SimpleNamespace(is_main_process=False))
+    config = sft.SFTConfig(dialogues=2, epochs=4, stop_accuracy=0.97)
+    steps = [(step, last) for step, _, last in sft.sft_phase(learner, dialogues, config)]
+    assert steps == [(0, False), (1, False), (2, True)]     # 1.0 and 0.99 are the first two in a row with a mean of 0.97
+    accuracy[:] = [0.9] * 8
+    assert [last for _, _, last in sft.sft_phase(learner, dialogues, config)] == [False] * 7 + [True]
+    accuracy[:] = [1.0] * 8
+    too_long = dataclasses.replace(config, max_length=9, stop_accuracy=0.0)
+    assert list(sft.sft_phase(learner, dialogues, too_long)) == [] and len(accuracy) == 8
+
+
+def test_sft_learns_a_dialogue_by_heart_and_resumes_in_the_middle(tiny, tokenizer):
+    """Also: steps 0..3 and then 4..7 with the same optimizer are steps 0..7."""
+    dialogues, config = sft.demonstrate(tokenizer, SMALL[:2]), sft.SFTConfig(steps=24, lr=8e-3, dialogues=1)
+    ends, losses = [], []
+    for cut in (24, 5):
+        learner = grpo.make_learner(tiny)
+        grpo.set_optimizer(learner, config.lr, (0.9, 0.95))
+        got = []
+        for start in (0, cut):
+            for step, metrics, _ in sft.sft_phase(learner, dialogues, config, start):
+                got.append(metrics["loss"])
+                if start == 0 and step == cut - 1:
+                    break
+        losses.append(got)
+        ends.append(state_of(learner))
+    assert losses[0] == losses[1] and len(losses[0]) == 24 and same_bits(*ends) and losses[0][-1] < 0.5 * losses[0][0]
+
+
+def test_other_peoples_chats_become_the_same_ids(tokenizer, tmp_path):
+    """--sft_data: OpenAI's form with arguments as a string (case 10) or an object, and ToolACE's; errors name the line."""
+    docs = [{"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object", "properties": {}}}}]
+    call = lambda arguments: {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "get_weather", "arguments": arguments}}]}
+    openai = [{"tools": docs, "messages": [{"role": "user", "content": "Weather in Rome?"}, call(arguments), {"role": "tool", "content": "sun"},
+                                           {"role": "assistant", "content": "Sunny."}]} for arguments in ('{"city": "Rome"}', {"city": "Rome"})]
+    toolace = {"system": "You may call functions: " + json.dumps([docs[0]["function"]]) + " End.", "conversations": [
+        {"from": "user", "value": "Weather in Rome?"}, {"from": "assistant", "value": "[get_weather(city='Rome')]"}, {"from": "tool", "value": "sun"},
+        {"from": "assistant", "value": "Sunny."}]}
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*openai, toolace])))
+    chats = sft.read_chats(str(path))
+    assert chats[0] == chats[1] == chats[2]
+    t = sft.encode_chat(tokenizer, chats[0], "a")
+    assert tokenizer.decode([i for i, m in zip(t.ids, t.mask) if m]) == render_call(Call("get_weather", {"city": "Rome"})) + "<|im_end|>Sunny.<|im_end|>"
+    tail = tokenizer("\n", add_special_tokens=False).input_ids
+    assert t.ids + tail == tokenizer.apply_chat_template(chats[0], return_dict=False)
+    path.write_text(json.dumps(openai[0]) + "\n{\n")
+    with pytest.raises(ValueError, match="line 2"):
+        sft.read_chats(str(path))
+    evil = {"system": "x " + json.dumps([docs[0]["function"]]), "conversations": [{"from": "user", "value": "a"},
+                                                                              {"from": "assistant", "value": "[__import__('os').system('false')]"}]}
+    path.write_text(json.dumps(evil))
+    with pytest.raises(ValueError, match="line 1"):
+        sft.read_chats(str(path))
+    with pytest.raises(ValueError, match="roles must be"):
+        sft.encode_chat(tokenizer, chats[0][:2], "a")
+
+
+def test_rule_made_reflections_hold_valid_calls(tokenizer):
+    """PRS without a teacher: deterministic, every call valid for the task's tools, only the assistant trained."""
+    tasks = env_bfcl.load_tasks("train")[::37]
+    failures = [(task, t) for task, t in zip(tasks, sft.demonstrate(tokenizer, tasks, [["I cannot."] * len(task.turns) for task in tasks]))]
+    assert all(t.reward.official == 0 for _, t in failures)
+    reflections, lost = sft.reflect(tokenizer, failures)
+    again, _ = sft.reflect(tokenizer, failures)
+    assert lost == 0 and len(reflections) == len(tasks) and [t.ids for t in reflections] == [t.ids for t in again]
+    for task, t in zip(tasks, reflections):
+        text = tokenizer.decode([i for i, m in zip(t.ids, t.mask) if m])
+        assert sft.check_calls(task, text) == "" and text.endswith("<|im_end|>") and 0 < sum(t.mask) < len(t.ids)
+        assert "Root cause" in text and not any(t.mask[: t.prompt_len])
+    reflections, lost = sft.reflect(tokenizer, failures, teacher=lambda requests: [None] * len(requests))
+    assert reflections == [] and lost == len(tasks)
+    task = SMALL[0]
+    assert sft.check_calls(task, render_call(Call("rm", {}))) and sft.check_calls(task, render_call(Call("mkdir", {})))
+    assert sft.check_calls(task, render_call(Call("mkdir", {"dir_name": "a", "x": 1}))) and sft.check_calls(task, "text") and not sft.check_calls(task, MKDIR)
