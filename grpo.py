@@ -16,11 +16,13 @@ Deviations from the paper:
  4. A trajectory lost to an infrastructure failure is left out of its group instead of counting as a failure.
 
     python grpo.py --model DIR --steps 10 --prompts 8 --n 8 --mini_batch 8      # GRPO alone; interleave.py is the experiment
+    python grpo.py --model DIR --load_rollouts runs/X/rollouts --reward strict  # the same update on saved trajectories
 """
 import collections
 import contextlib
 import dataclasses
 import functools
+import glob
 import inspect
 import itertools
 import json
@@ -32,8 +34,8 @@ import time
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import (chat_glue, find_model, load_model, load_tokenizer, make_engine, parse_flags, print_trajectory, rollout,
-                     strip_hint)
+from rollout import (chat_glue, find_model, load_model, load_tokenizer, load_trajectories, make_engine, parse_flags,
+                     rollout, strip_hint, weight_sums)
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -92,6 +94,7 @@ class GRPOConfig:
     sleep: bool = field(default=False, metadata={"help": "vLLM gives its memory back during the update (small cards)"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward: less memory, more rows"})
     checkpointing: bool = field(default=True, metadata={"help": "recompute activations in the backward"})
+    load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
     save_rollouts: bool = field(default=True, metadata={"help": "write each step's trajectories to OUT/rollouts/"})
 
 
@@ -324,26 +327,6 @@ def make_learner(path, checkpointing=True):
     return Learner(model, accelerator)
 
 
-def check_tags(model, tokenizer, init=False):
-    """Say so when the rows of the tool tags equal a row that was never trained (Qwen2.5-Coder): such a model cannot emit them
-    and small learning rates do not get it there. `init` sets them to the mean of the rows of the tag's words, mean norm."""
-    with torch.no_grad():
-        rows = model.get_input_embeddings().weight
-        if len(rows) <= len(tokenizer):
-            return
-        unused, norm = rows[len(tokenizer)], rows[: len(tokenizer)].norm(dim=1).mean()
-        for tag in ("<tool_call>", "</tool_call>"):
-            i = tokenizer.convert_tokens_to_ids(tag)
-            if i is None or F.cosine_similarity(rows[i], unused, dim=0) < 0.999:
-                continue
-            tqdm.write(f"the embedding row of {tag} was never trained" + (": initialised" if init else ": SFT needs --init_tags to get anywhere"))
-            if init:
-                pieces = tokenizer(tag.replace("_", " "), add_special_tokens=False).input_ids
-                for weight in {id(w): w for w in (rows, model.get_output_embeddings().weight)}.values():
-                    mean = weight[pieces].mean(0)
-                    weight[i] = mean * norm / mean.norm()
-
-
 def set_optimizer(learner, lr, betas=(0.9, 0.999), weight_decay=0.01):
     """A new AdamW: the paper starts each phase with an empty one."""
     fused = learner.model.device.type == "cuda"
@@ -361,6 +344,17 @@ def across_ranks(learner, sums):
     keys = sorted(sums)
     values = torch.tensor([float(sums[k]) for k in keys], dtype=torch.float64 if learner.model.device.type == "cpu" else torch.float32)
     return dict(zip(keys, learner.accelerator.reduce(values.to(learner.model.device), "sum").tolist()))
+
+
+def push(learner, engine):
+    """Hand the weights to the engine and prove that it holds them: an update that never arrives looks like a flat reward
+    (trl#5312). The engine's cached prefixes are dropped with it."""
+    engine.load_weights(learner.model.named_parameters())
+    if hasattr(engine, "checksum"):
+        theirs, dtype = engine.checksum(), torch.bfloat16 if learner.model.device.type == "cuda" else None
+        ours = weight_sums(learner.model.parameters(), dtype)
+        if any(abs(a - b) > 1e-6 * ours[1] for a, b in zip(ours, theirs)):
+            raise RuntimeError(f"the engine's weights are not the trainer's after a push: sums {theirs} instead of {ours}")
 
 
 def optimizer_step(learner, clip_norm, names=()):
@@ -400,10 +394,10 @@ def protocol_slots(row, trajectories, watch):
     return {"first": torch.tensor(first), "after_open": torch.tensor(after)}
 
 
-def row_logprobs(learner, model, rows, temperature):
-    """logp [K] of each row without gradient."""
+def token_logprobs(learner, rows, temperature):
+    """{(trajectory, position): logp} under the current policy, without gradient."""
     with torch.no_grad(), learner.autocast():
-        return [packed_logprobs(model, row, temperature)[0] for row in rows]
+        return {key: x for row in rows for key, x in zip(row.trained, packed_logprobs(learner.model, row, temperature)[0].tolist())}
 
 
 def update(learner, trajectories, adv, config, watch=None, progress=False):
@@ -420,19 +414,21 @@ def update(learner, trajectories, adv, config, watch=None, progress=False):
     kept = [[(t, a) for g in batch if any(a for _, a in g) for t, a in g] for batch in batches]
     packed = [pack([t for t, _ in pairs], config.tokens_per_row) for pairs in kept]
     # Before the first update the current policy is the old one; only later mini-batches need their own forward.
-    old = [None] + [row_logprobs(learner, learner.model, rows, config.temperature) for rows in packed[1:]]
+    old = [None] + [token_logprobs(learner, rows, config.temperature) for rows in packed[1:]]
     sums, norms, updates = collections.Counter(), [], 0
     bar = tqdm(total=sum(map(len, packed)), desc="update", leave=False, disable=not progress, dynamic_ncols=True)
     for pairs, rows, old_logps in zip(kept, packed, old):
         count = across_ranks(learner, {"tokens": sum(len(r.trained) for r in rows)})["tokens"]
         if not count:
             continue
-        with learner.autocast():
-            for k, row in enumerate(rows):
-                loss, more = _row_loss(learner, row, pairs, old_logps and old_logps[k], config, watch)
-                (loss / count).backward()
-                sums.update(more)
-                bar.update()
+        try:
+            more = _accumulate(learner, rows, pairs, old_logps, count, config, watch, bar)
+        except torch.OutOfMemoryError:      # once more from the same weights, with smaller rows
+            learner.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            tqdm.write(f"out of memory in the update: this mini-batch again with rows of {config.tokens_per_row // 2} tokens")
+            more = _accumulate(learner, pack([t for t, _ in pairs], config.tokens_per_row // 2), pairs, old_logps, count, config, watch, bar)
+        sums.update(more)
         norm, stepped = optimizer_step(learner, config.clip_norm, [t.task_id for t, _ in pairs])
         norms.append(norm)
         updates += stepped
@@ -450,6 +446,19 @@ SUMS = ["tokens", "pg", "kl", "clipped", "ratio", "entropy", "gap", "own", "grou
 
 def _slot_names(name):
     return [f"control/{slot}/{name}" for slot in ("first", "after_open")]
+
+
+def _accumulate(learner, rows, pairs, old_logps, count, config, watch, bar):
+    """Backward over the rows of one mini-batch; `count` is its number of trained tokens over all ranks. Returns the sums."""
+    sums = collections.Counter()
+    with learner.autocast():
+        for row in rows:
+            old_logp = old_logps and torch.tensor([old_logps[key] for key in row.trained], device=learner.model.device)     # [K]
+            loss, more = _row_loss(learner, row, pairs, old_logp, config, watch)
+            (loss / count).backward()
+            sums.update(more)
+            bar.update()
+    return sums
 
 
 def _row_loss(learner, row, pairs, old_logp, config, watch):
@@ -489,12 +498,14 @@ def _update_metrics(sums, norms, updates, watch):
     metrics = {"updates": updates, "updates_skipped": len(norms) - updates, "grad_norm": sum(norms) / len(norms) if norms else 0.0,
                "groups_kept": int(sums["kept"]), "groups_flat": int(sums["groups"] - sums["kept"]), "trained_tokens": int(sums["tokens"]),
                "rows": int(sums["rows"]), "row_tokens": int(sums["row_tokens"]), "tokens_saved": 1 - sums["row_tokens"] / max(sums["plain_tokens"], 1)}
+    if not sums["tokens"]:
+        return metrics      # no number is better than a zero that was not measured
     for name, key in (("pg_loss", "pg"), ("kl", "kl"), ("clip_share", "clipped"), ("ratio", "ratio"), ("entropy", "entropy")):
         metrics[name] = sums[key] / tokens
     metrics["engine_gap"] = sums["gap"] / max(sums["own"], 1)
     for slot in ("first", "after_open"):
-        for name in watch or ():
-            metrics[f"control/{slot}/{name}"] = sums[f"control/{slot}/{name}"] / max(sums[f"slot/{slot}"], 1)
+        for name in watch or () if sums[f"slot/{slot}"] else ():
+            metrics[f"control/{slot}/{name}"] = sums[f"control/{slot}/{name}"] / sums[f"slot/{slot}"]
     return metrics
 
 
@@ -542,29 +553,8 @@ def play(learner, engine, tokenizer, tasks, step, config, signal):
 
 
 def rollout_metrics(learner, trajectories, config):
-    """Means over the step's own samples on all ranks: demonstrations and hinted samples would flatter the curve.
-    Infrastructure failures are counted and otherwise left out."""
-    c = collections.Counter()
-    for t in trajectories:
-        if t.infra_error or t.source != "policy":
-            c["infra"] += bool(t.infra_error)
-            c["hinted"] += t.source == "hint"
-            c["hinted_success"] += t.source == "hint" and bool(t.reward) and rw.training_reward(t.reward, t.finish)
-            continue
-        c["n"] += 1
-        c["reward"] += rw.training_reward(t.reward, t.finish, config.reward)
-        for kind in ("official", "strict", "per_turn"):
-            c[f"success/{kind}"] += rw.training_reward(t.reward, t.finish, kind)
-        c[f"finish/{t.finish}"] += 1
-        c["response_tokens"] += len(t.ids) - t.prompt_len
-        c["sampled_tokens"] += sum(t.mask)
-        c["refused_calls"] += t.refused
-        c["calls"] += sum(map(len, t.calls))
-        for kind, k in t.feedback.items():
-            c[f"feedback/{kind}"] += k
-        for k, text in enumerate(t.texts):
-            c["messages"] += 1
-            c[f"structure/{rw.structure(text, 'length' if t.finish == 'length' and k == len(t.texts) - 1 else 'stop')}"] += 1
+    """reward.count as means per episode and per message, over all ranks."""
+    c = rw.count(trajectories, config.reward)
     fixed = ["infra", "n", "reward", "success/official", "success/strict", "success/per_turn", "response_tokens", "sampled_tokens", "messages",
              "calls", "refused_calls", "hinted", "hinted_success"]
     fixed += [f"feedback/{f}" for f in ("malformed", "unclosed", "unknown", "held_out", "not_executed")]
@@ -580,7 +570,7 @@ def checklist(learner, trajectories, config, watch):
     groups = [t for t in trajectories if not t.infra_error and any(t.mask) and t.source == "policy"][: 2 * config.n]
     rows = pack(groups, config.tokens_per_row)
     exact = learner.model.device.type == "cpu"
-    gaps, kls, masses, slots = [], [], [], collections.Counter()
+    gaps, kls, masses = [], [], []
     with torch.no_grad(), learner.autocast():
         for row in rows:
             logp, _, _, watched = packed_logprobs(learner.model, row, config.temperature, list(watch.values()))
@@ -623,12 +613,17 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     lr = config.lr * min(1.0, (step_in_phase + 1) / max(config.warmup, 1))     # once a step, not once an update
     for group in learner.optimizer.param_groups:
         group["lr"] = lr
+    if config.sleep and hasattr(engine, "sleep"):
+        engine.sleep()
     start = time.perf_counter()
     metrics |= update(learner, trajectories, adv, config, watch, progress=learner.accelerator.is_main_process) | {"lr": lr}
     stats["update_s"] = time.perf_counter() - start
     start = time.perf_counter()
+    if config.sleep and hasattr(engine, "sleep"):
+        torch.cuda.empty_cache()
+        engine.wake()
     if metrics["updates"]:
-        engine.load_weights(learner.model.named_parameters())
+        push(learner, engine)
     stats["push_s"] = time.perf_counter() - start
     return metrics | {f"time/{k}" if k.endswith("_s") else k: round(v, 4) for k, v in stats.items()}, trajectories
 
@@ -636,8 +631,8 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
 def step_line(step, m):
     """The line a user watches."""
     kinds = "/".join(f"{100 * m['structure/' + s]:.0f}" for s in ("call", "response", "polluted", "collapsed"))
-    return (f"step {step}: reward {m['reward']:.3f} strict {m['success/strict']:.3f} | call/resp/poll/coll {kinds} | kl {m['kl']:.2e} "
-            f"entropy {m['entropy']:.3f} gap {m['engine_gap']:.1e} | kept {m['groups_kept']}/{m['groups_kept'] + m['groups_flat']} "
+    trained = f"kl {m['kl']:.2e} entropy {m['entropy']:.3f} gap {m['engine_gap']:.1e}" if "kl" in m else "no group with mixed rewards"
+    return (f"step {step}: reward {m['reward']:.3f} strict {m['success/strict']:.3f} | call/resp/poll/coll {kinds} | {trained} | kept {m['groups_kept']}/{m['groups_kept'] + m['groups_flat']} "
             f"| rollout {m['time/rollout_s']:.1f}s update {m['time/update_s']:.1f}s push {m['time/push_s']:.2f}s")
 
 
@@ -669,6 +664,17 @@ def train_tasks(config, split="train"):
     return tasks
 
 
+def replay(learner, tokenizer, config):
+    """Yield (step, metrics) of updates on saved trajectories: the update studied without an engine."""
+    for step, path in enumerate(sorted(glob.glob(os.path.join(config.load_rollouts, "*.jsonl")))):
+        trajectories, rewards = load_trajectories(path), collections.defaultdict(list)
+        for t in trajectories:
+            rewards[t.group].append(rw.training_reward(t.reward, t.finish, config.reward))
+        values = {g: iter(group_advantages(torch.tensor([r]))[0].tolist()) for g, r in rewards.items()}
+        adv = [next(values[t.group]) for t in trajectories]
+        yield step, rollout_metrics(learner, trajectories, config) | update(learner, trajectories, adv, config, watch_ids(tokenizer), True)
+
+
 def main():
     config = parse_flags(GRPOConfig, description=__doc__.split("\n")[0])
     try:
@@ -676,23 +682,30 @@ def main():
         tasks = train_tasks(config)
         path = find_model(config.model, config.out)
         tokenizer = load_tokenizer(path)
-        engine = make_engine(config.engine, path, tokenizer, kv_gib=config.kv_gib, max_model_len=config.max_prompt + config.max_response)
+        if config.load_rollouts and not glob.glob(os.path.join(config.load_rollouts, "*.jsonl")):
+            raise ValueError(f"no *.jsonl in {config.load_rollouts}")
+        engine = None if config.load_rollouts else make_engine(
+            config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
         learner = make_learner(path, config.checkpointing)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     set_optimizer(learner, config.lr, weight_decay=config.weight_decay)
     if config.kl_coef:
         set_reference(learner, path)
+
+    def play_on():
+        for step in range(config.steps):
+            batch = [tasks[i] for i in task_order(len(tasks), config.prompts, step, config.seed)]
+            metrics, _ = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+            tqdm.write(step_line(step, metrics))
+            yield step, metrics
+
     os.makedirs(config.out, exist_ok=True)
     with open(os.path.join(config.out, "metrics.jsonl"), "w") as log:
         log.write(json.dumps({"kind": "config", **dataclasses.asdict(config)}) + "\n")
-        for step in tqdm(range(config.steps), desc="grpo", dynamic_ncols=True):
-            batch = [tasks[i] for i in task_order(len(tasks), config.prompts, step, config.seed)]
-            metrics, trajectories = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+        for step, metrics in replay(learner, tokenizer, config) if config.load_rollouts else play_on():
             log.write(json.dumps({"kind": "grpo", "step": step, **metrics}) + "\n")
             log.flush()
-            tqdm.write(step_line(step, metrics))
-    print_trajectory(max(trajectories, key=lambda t: t.reward.official if t.reward else 0), tokenizer)
     if learner.accelerator.is_main_process:
         learner.model.save_pretrained(os.path.join(config.out, "model"))
         tokenizer.save_pretrained(os.path.join(config.out, "model"))

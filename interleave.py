@@ -9,7 +9,7 @@ A run is a list of phases; a phase is a number of steps of one kind:
 Deviations from the paper:
  1. One process and one program runs the whole schedule; the released scripts are resume points edited by hand.
  2. "Failed" means that all samples failed, as the paper says (--failed any: its code).
- 3. Nothing is chosen on the test split. Evaluations are greedy, at the start and after each phase, on train and test tasks.
+ 3. Nothing is chosen on the test split. Evaluations are made at the start and after each phase, on train and test tasks.
 
     python interleave.py --preset qwen2.5/ets                    # a row of the paper's table: none sft ops hint ets prs
     python interleave.py --preset qwen2.5/none --fault end_token state_reset    # with faults of the released code
@@ -26,7 +26,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import zlib
 from dataclasses import dataclass, field
 
@@ -47,10 +46,11 @@ FAMILIES = {    # the settings of a model family: the paper's, and one that a CP
     "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
     "tiny": dict(model="runs/tiny_model", rounds="8,8", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
                  lr=2e-4, warmup=3, rl_warmup=3, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.995, ets_epochs=6, failed="any", failed_window=3,
-                 max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base"),
+                 max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base", eval_samples=8),
 }
 SIGNALS = {     # signal -> its schedules; the first is the paper's
-    "none": ("rl",), "sft": ("sft_then_rl", "sft_only"), "ops": ("sync",), "hint": ("sync",), "ets": ("interleave",), "prs": ("interleave",),
+    "none": ("rl",), "sft": ("sft_then_rl", "sft_only"), "ops": ("sync",), "hint": ("sync",), "ets": ("interleave", "adaptive"),
+    "prs": ("interleave", "adaptive"),
 }
 FAULTS = {      # what the released code does, to be switched on one at a time
     "end_token": "an end token that nobody sampled is added after a message cut by length, and trained",
@@ -67,7 +67,7 @@ class Config(GRPOConfig):
     out: str = field(default="", metadata={"help": "the run's folder; default runs/<preset>"})
     fresh: bool = field(default=False, metadata={"help": "delete the run in OUT and start over (else it is continued)"})
     signal: str = field(default="ets", metadata={"help": "none, sft, ops, hint, ets or prs"})
-    schedule: str = field(default="", metadata={"help": "rl, sft_then_rl, sft_only, sync, interleave; default: the signal's"})
+    schedule: str = field(default="", metadata={"help": "rl, sft_then_rl, sft_only, sync, interleave, adaptive; default: the signal's"})
     fault: list[str] = field(default_factory=list, metadata={"help": f"switch on faults of the released code: {', '.join(FAULTS)}"})
     hinted: int = field(default=2, metadata={"help": "samples of a group that see a hint (signal hint)"})
     teacher: str = field(default="", metadata={"help": "URL of an OpenAI-compatible server that writes the reflections (signal prs)"})
@@ -88,11 +88,14 @@ class Config(GRPOConfig):
     data_order: str = field(default="reset", metadata={"help": "each round starts the task order anew (reset, paper) or goes on (keep)"})
     init_tags: bool = field(default=False, metadata={"help": "give untrained <tool_call> rows of the embedding a start (Coder weights)"})
     reference: str = field(default="reset", metadata={"help": "KL reference: reset to each round's start (paper), or keep the first"})
+    stop_on_collapse: bool = field(default=False, metadata={"help": "end the run when the alarm fires (for sweeps)"})
     save_every: int = field(default=10, metadata={"help": "steps between checkpoints; the last two are kept"})
     eval_limit: int = field(default=0, metadata={"help": "evaluate on at most N tasks of each category; 0 = all"})
+    eval_samples: int = field(default=0, metadata={"help": "train tasks: N samples each at the training temperature; 0 = once, greedy"})
     eval_categories: str = field(default="base,miss_func,miss_param,long_context", metadata={"help": "of the test tasks"})
 
 
+BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
 HARMLESS = {"fresh", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
 
 
@@ -152,13 +155,76 @@ def plan(config):
         phases.append(Phase("sft", "sft", 0))
     if config.schedule == "sft_only":
         return phases
-    if config.schedule in ("rl", "sft_then_rl"):
+    if config.schedule != "interleave":
         rounds = [sum(rounds)]
     for k, steps in enumerate(rounds, 1):
         phases.append(Phase(f"rl {k}", "rl", steps))
         if config.schedule == "interleave" and k < len(rounds):     # none after the last round
             phases.append(Phase(f"{config.signal} {k}", config.signal, 0))
     return phases
+
+
+# --- ALGO: the collapse alarm ---------------------------------------------------------------------------------------------
+
+ALARMS = {      # metric -> (the healthy window it is compared with, the smallest spread that is taken for real)
+    "unhealthy": ("start", 0.02),                       # share of polluted and collapsed messages
+    "control/first/<|im_end|>": ("start", 0.01),        # probability of ending a message before it has begun
+    "control/after_open/<|im_end|>": ("start", 0.01),   # ... of ending it inside a call
+    "finish/length": ("start", 0.02),
+    "kl": ("recent", 0.02),                             # grows in a healthy run too: only a jump counts
+    "entropy": ("recent", 0.05),
+}
+
+
+def alarm(history):
+    """Why the run looks like it is collapsing, or "". `history`: {metric: value} of this round's steps, oldest first.
+
+    A metric fires if in the last two steps it lies more than 5 robust standard deviations (1.4826 x the median absolute
+    deviation, at least the metric's smallest spread) above the median of its healthy window: the round's first 10 steps
+    ("start"), or the 20 steps before the last two ("recent"). No alarm in a round's first 12 steps. The reward is not
+    looked at: it falls last."""
+    for metric, (window, least) in ALARMS.items():
+        values = [h[metric] for h in history if metric in h]
+        if len(values) < 12:
+            continue
+        healthy = sorted(values[:10] if window == "start" else values[-22:-2])
+        middle = healthy[len(healthy) // 2]
+        spread = 1.4826 * sorted(abs(v - middle) for v in healthy)[len(healthy) // 2]
+        limit = middle + 5 * max(spread, least)
+        if min(values[-2:]) > limit:
+            return f"{metric} {values[-1]:.3g} > {limit:.3g} (healthy: {middle:.3g})"
+    return ""
+
+
+def on_alarm(run, phase, why):
+    """Write the event. With --schedule adaptive: back to the last healthy weights, an SFT phase, then the rest of the round."""
+    state = run.state
+    run.write(kind="event", event="alarm", phase=state["phase"], step=state["step"], why=why)
+    tqdm.write(f"ALARM at step {state['step']}: {why}")
+    if run.config.stop_on_collapse:
+        raise SystemExit(f"stopped on collapse at step {state['step']}: {why}")
+    if run.config.schedule != "adaptive":
+        return
+    # The newest healthy weights may already hold the steps that led to the alarm.
+    back = [h for h in state["healthy"] if h[0] <= state["step"] - 2] or state["healthy"][:1]
+    if back:
+        run.learner.model.load_state_dict(load_file(os.path.join(back[-1][1], "model.safetensors")), strict=False)
+        grpo.push(run.learner, run.engine)
+    run.write(kind="event", event="rollback", phase=state["phase"], step=state["step"], to=back[-1][0] if back else None)
+    done, k = state["step_in_phase"], state["phase"]
+    rounds = sum(p[1] == "rl" for p in state["plan"][: k + 1])
+    state["plan"][k: k + 1] = [[phase.name, "rl", done], [f"{run.config.signal} {rounds}", run.config.signal, 0]] + (
+        [[f"rl {rounds + 1}", "rl", phase.steps - done]] if phase.steps > done else [])
+
+
+def remember_healthy(run):
+    """Weights to go back to, saved while nothing looks wrong; the last two are kept."""
+    state, path = run.state, os.path.join(run.config.out, f"healthy-{run.state['step']:06d}")
+    if run.main:
+        run.learner.model.save_pretrained(path + ".tmp")
+        shutil.rmtree(path, ignore_errors=True)
+        os.replace(path + ".tmp", path)
+    state["healthy"] = [h for h in state["healthy"] if h[1] != path][-1:] + [[state["step"], path]]
 
 
 # --- ALGO: what an SFT phase between rounds trains on ---------------------------------------------------------------------
@@ -285,7 +351,8 @@ def evaluate_now(run, name):
     for split, tasks in (("train", run.tasks), ("test", run.test_tasks)):
         os.makedirs(os.path.join(run.config.out, "eval"), exist_ok=True)
         path = os.path.join(run.config.out, "eval", f"{name.replace(' ', '-')}.{split}.{rank}.jsonl")
-        records = evaluate(run.engine, run.tokenizer, tasks[rank::world], path, think=run.config.think, max_action=run.config.max_action,
+        sampled = dict(samples=run.config.eval_samples, temperature=run.config.temperature) if split == "train" and run.config.eval_samples else {}
+        records = evaluate(run.engine, run.tokenizer, tasks[rank::world], path, seed=run.config.seed, **sampled, think=run.config.think, max_action=run.config.max_action,
                            decode_feedback=run.config.decode_feedback, desc=f"evaluate {split}" if run.main else None)
         table = summary(gather_object(records))
         run.write(kind="eval", phase=run.state["phase"], step=run.state["step"], name=name, split=split, table=table)
@@ -309,7 +376,7 @@ def run_sft(run, phase):
             save_checkpoint(run)
     if run.main:
         tqdm.write(f"{phase.name}: {step + 1} steps on {len(dialogues)} dialogues, loss {metrics['loss']:.4f}, token accuracy {metrics['token_accuracy']:.3f}")
-    run.engine.load_weights(run.learner.model.named_parameters())
+    grpo.push(run.learner, run.engine)
 
 
 def run_rl(run, phase):
@@ -336,6 +403,15 @@ def run_rl(run, phase):
         state["step"] += 1
         state["step_in_phase"] += 1
         bar.update()
+        state["history"].append({k: v for k, v in (metrics | {"unhealthy": metrics["structure/polluted"] + metrics["structure/collapsed"]}).items()
+                                 if k in ALARMS})
+        if why := alarm(state["history"]):
+            on_alarm(run, phase, why)
+            state["history"].clear()
+            if config.schedule == "adaptive":
+                break
+        elif config.schedule == "adaptive" and state["step_in_phase"] % config.save_every == 0:
+            remember_healthy(run)
         if state["step_in_phase"] % config.save_every == 0 and state["step_in_phase"] < phase.steps:
             save_checkpoint(run)
     bar.close()
@@ -345,10 +421,12 @@ def begin_phase(run, phase):
     """What the paper renews at a phase border: the optimizer, the KL reference, the window of failures."""
     config, first = run.config, run.learner.optimizer is None
     if first or config.optimizer == "reset":
-        lr, betas = (config.lr, (0.9, 0.999)) if phase.kind == "rl" else (config.sft_lr, (0.9, 0.95))
-        grpo.set_optimizer(run.learner, lr, betas, config.weight_decay)
+        grpo.set_optimizer(run.learner, config.lr, BETAS[phase.kind == "rl"], config.weight_decay)    # the rate is set at each step
     if phase.kind == "rl":
         run.outcomes.clear()
+        run.state["history"] = []
+        if config.schedule == "adaptive":
+            remember_healthy(run)
         if config.kl_coef and (config.reference == "reset" or not run.state["reference"]):
             path = os.path.join(config.out, f"reference-{run.state['phase']}")
             if run.main:
@@ -363,11 +441,10 @@ def begin_phase(run, phase):
 
 def train(run):
     """Run the plan from the state on. Each border is saved twice: before its evaluation and after it."""
-    phases = plan(run.config)
     if run.state["phase"] == 0 and run.state["step_in_phase"] == 0:
         evaluate_now(run, "start")
-    while run.state["phase"] < len(phases):
-        phase = phases[run.state["phase"]]
+    while run.state["phase"] < len(run.state["plan"]):      # an alarm may add to it
+        phase = Phase(*run.state["plan"][run.state["phase"]])
         if not run.state["evaluating"]:
             if run.state["step_in_phase"] == 0:
                 begin_phase(run, phase)
@@ -406,8 +483,9 @@ def save_checkpoint(run):
         os.close(folder)
         for old in checkpoints(run.config.out)[:-2]:
             shutil.rmtree(old)
-        named = {json.load(open(os.path.join(c, "state.json"))).get("reference") for c in checkpoints(run.config.out)}
-        for old in glob.glob(os.path.join(run.config.out, "reference-*")):
+        states = [json.load(open(os.path.join(c, "state.json"))) for c in checkpoints(run.config.out)]
+        named = {s["reference"] for s in states} | {path for s in states for _, path in s["healthy"]}
+        for old in glob.glob(os.path.join(run.config.out, "reference-*")) + glob.glob(os.path.join(run.config.out, "healthy-*")):
             if old not in named:
                 shutil.rmtree(old)
     run.learner.accelerator.wait_for_everyone()
@@ -489,19 +567,21 @@ def prepare(config):
     if "no_think_context" in config.fault and not chat_glue(tokenizer, config.think).think_block:
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
     learner = grpo.make_learner(base, config.checkpointing)
-    grpo.check_tags(learner.model, tokenizer, config.init_tags)
+    sft.check_tags(learner.model, tokenizer, config.init_tags)
     if not learner.accelerator.is_main_process:
         path, state = find_checkpoint(config.out)
     learner.accelerator.wait_for_everyone()
     engine = make_engine(config.engine, base, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, seed=config.seed,
                          max_model_len=config.max_prompt + 16384)
-    state = state or {"phase": 0, "step_in_phase": 0, "step": 0, "saves": 0, "reference": "", "evaluating": False, "recent": [], "metrics_bytes": 0}
+    state = state or {"plan": [dataclasses.astuple(p) for p in plan(config)], "phase": 0, "step_in_phase": 0, "step": 0, "saves": 0,
+                      "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}
     outcomes = state.pop("outcomes", [])
     state.pop("files", None)
     run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes)
     if path:
         learner.model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
-        grpo.set_optimizer(learner, config.lr, (0.9, 0.999) if plan(config)[min(state["phase"], len(plan(config)) - 1)].kind == "rl" else (0.9, 0.95), config.weight_decay)
+        kind = state["plan"][min(state["phase"], len(state["plan"]) - 1)][1]
+        grpo.set_optimizer(learner, config.lr, BETAS[kind == "rl"], config.weight_decay)
         load_optimizer(learner, path)
         if state["reference"] and config.kl_coef:
             grpo.set_reference(learner, state["reference"])
@@ -516,8 +596,8 @@ def prepare(config):
         if not path:
             run.write(kind="config", **dataclasses.asdict(config))
         else:
-            tqdm.write(f"continuing {path}: phase {state['phase'] + 1} of {len(plan(config))}, GRPO step {state['step']}")
-    engine.load_weights(learner.model.named_parameters())
+            tqdm.write(f"continuing {path}: phase {state['phase'] + 1} of {len(state['plan'])}, GRPO step {state['step']}")
+    grpo.push(learner, engine)
     return run
 
 

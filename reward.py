@@ -11,6 +11,7 @@ Different from the paper's code and from upstream's runner:
 
     python reward.py                          # scores all 800 ground truths, and the early-call trick
 """
+import collections
 import copy
 import dataclasses
 import math
@@ -246,6 +247,61 @@ def bootstrap(values_by_index, seed=0, n=2000):
     draws = np.random.default_rng(seed).integers(len(sums), size=(n, len(sums)))  # [n, indices]
     low, high = np.percentile(sums[draws].sum(1) / counts[draws].sum(1), [2.5, 97.5])
     return float(low), float(high)
+
+
+# --- many episodes ---------------------------------------------------------------------------------------
+
+def count(trajectories, kind):
+    """Sums over the policy's own samples (demonstrations and hinted samples would flatter the curve): rewards, how episodes
+    ended, structure of the messages, what the environment had to say. Infrastructure failures are only counted."""
+    c = collections.Counter()
+    for t in trajectories:
+        if t.infra_error or t.source != "policy":
+            c["infra"] += bool(t.infra_error)
+            c["hinted"] += t.source == "hint"
+            c["hinted_success"] += t.source == "hint" and bool(t.reward) and training_reward(t.reward, t.finish)
+            continue
+        c["n"] += 1
+        c["reward"] += training_reward(t.reward, t.finish, kind)
+        for other in ("official", "strict", "per_turn"):
+            c[f"success/{other}"] += training_reward(t.reward, t.finish, other)
+        c[f"finish/{t.finish}"] += 1
+        c["response_tokens"] += len(t.ids) - t.prompt_len
+        c["sampled_tokens"] += sum(t.mask)
+        c["refused_calls"] += t.refused
+        c["calls"] += sum(map(len, t.calls))
+        for what, k in t.feedback.items():
+            c[f"feedback/{what}"] += k
+        for k, text in enumerate(t.texts):
+            c["messages"] += 1
+            c[f"structure/{structure(text, 'length' if t.finish == 'length' and k == len(t.texts) - 1 else 'stop')}"] += 1
+    return c
+
+
+def summary(records):
+    """Success of evaluation records: {name: (successes, n, rate, lo, hi)}, `name` = category, 'all', and both without the
+    defective ground truths; single categories with Wilson's interval, 'all' with a bootstrap over task indices, because
+    the categories are the same 200 tasks seen four ways. Infrastructure failures are not counted in n."""
+    table = {}
+    for score in ("official", "strict"):
+        for clean in (False, True):
+            rows = [r for r in records if not r["infra_error"] and not (clean and (r["category"], r["index"]) in DEFECTIVE)]
+            for category in sorted({r["category"] for r in rows}) + ["all"]:
+                here = [r for r in rows if category in ("all", r["category"])]
+                wins = [float(r["finish"] == "done" and r["reward"][score] == 1) for r in here]
+                by_index = collections.defaultdict(list)
+                for r, w in zip(here, wins):
+                    by_index[r["index"]].append(w)
+                lo, hi = bootstrap(by_index) if category == "all" else wilson(int(sum(wins)), len(wins))
+                table[f"{category} {score}{' without defective' if clean else ''}"] = (
+                    int(sum(wins)), len(wins), sum(wins) / max(len(wins), 1), lo, hi)
+    return table
+
+
+def format_table(table):
+    """summary()'s table as text."""
+    return "\n".join(f"{name:38} {k:4d}/{n:<4d} {100 * rate:5.1f} %  [{100 * lo:.1f}, {100 * hi:.1f}]"
+                     for name, (k, n, rate, lo, hi) in table.items())
 
 
 def main():

@@ -50,6 +50,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import env_bfcl
 import reward as rw
 from env_bfcl import BFCLEnv
+from reward import format_table, summary
 
 transformers.utils.logging.disable_progress_bar()   # one bar per loaded model is noise between ours
 
@@ -164,7 +165,7 @@ def chat_glue(tokenizer, think=False):
     render = lambda n, gen=False: tokenizer.apply_chat_template(
         chat[:n], tokenize=False, add_generation_prompt=gen, enable_thinking=think)
     try:
-        two, three, four = render(2), render(3), render(4)
+        two, four = render(2), render(4)
         header = render(2, True)[len(two):]                  # what the engine is given to start a message
         (before_system, rest), after = two.split(s), four[len(two):]
         before_user, end_user = rest.split(u)
@@ -262,6 +263,14 @@ def print_trajectory(trajectory, tokenizer, file=None, max_prompt=400):
 # --- engines ----------------------------------------------------------------------------------------------------------
 # An engine is any object with add(request_id, ids, max_tokens), step() -> [(request_id, ids, logp, finish_reason)],
 # load_weights(named) and close(). `seed` and `temperature` may be set between rollouts.
+
+@torch.no_grad()
+def weight_sums(parameters, dtype=None):
+    """(sum, sum of magnitudes) over all weights, as `dtype` holds them: equal on both sides of a push, however either side
+    fuses or orders its tensors."""
+    parameters = [p.to(dtype or p.dtype) for p in parameters]
+    return tuple(float(sum(f(p).sum(dtype=torch.float64) for p in parameters)) for f in (lambda p: p, torch.abs))
+
 
 def request_seed(seed, request_id, length):
     """A seed per generation: (run seed and step) x trajectory x its length so far. One fixed seed for all requests makes
@@ -382,9 +391,8 @@ class HFEngine:
                 own[name].copy_(tensor)
         self.slots.clear()
 
-    def weights(self):
-        """name -> tensor as the engine holds them, for the checksum."""
-        return dict(self.model.named_parameters())
+    def checksum(self):
+        return weight_sums(self.model.parameters())
 
     def close(self):
         self.slots.clear()
@@ -441,6 +449,17 @@ class VLLMEngine:
         if not self.llm.reset_prefix_cache():   # it refuses while requests run; old keys would then be reused (vllm#9744)
             raise RuntimeError("vLLM did not drop its prefix cache after the weight push")
 
+    def checksum(self):
+        return self.llm.apply_model(lambda m: weight_sums(m.parameters()))[0]
+
+    def sleep(self):
+        """Level 1: weights to the host, keys and values dropped. Only while no request runs: vLLM would abort it."""
+        self.llm.sleep(level=1)
+
+    def wake(self):
+        self.llm.wake_up()
+        self.llm.reset_prefix_cache()
+
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
         self.core.engine_core.shutdown()
@@ -469,12 +488,13 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
 
     Returns one Trajectory per env, in order. `groups[i]` is copied into it. Caps are in tokens: `max_action` per message,
     `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
-    the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None.
+    the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None; three of
+    the same kind in a row raise RuntimeError.
     `train_cut_end` is a fault of the released code, for measuring: an end token that nobody sampled is added, and trained,
     after a message cut by length. `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
     glue, generations = chat_glue(tokenizer, think), [0] * len(envs)
     trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
-    spent, left = collections.Counter(), len(envs)
+    spent, left, streak = collections.Counter(), len(envs), []
     bar = tqdm(total=len(envs), desc=desc, disable=desc is None, leave=False, dynamic_ncols=True)
 
     def end(i, finish, infra_error=None):
@@ -483,6 +503,9 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
         t.finish, t.infra_error = finish, infra_error
         t.source = "hint" if getattr(env, "hint", "") else "policy"
         t.calls, t.feedback, t.refused = env.calls_per_turn, dict(env.feedback_count), len(env.refused)
+        streak.append(infra_error.strip().splitlines()[-1]) if infra_error else streak.clear()
+        if len(streak) >= 3 and len(set(streak[-3:])) == 1:
+            raise RuntimeError(f"three episodes in a row were lost to the same failure, which is not the model's:\n{infra_error}")
         if not infra_error:
             start = time.perf_counter()
             t.reward = rw.score(env.task, env.calls_per_turn)
@@ -590,28 +613,9 @@ def load_trajectories(path):
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
-def summary(records):
-    """Success of evaluation records: {name: (successes, n, rate, lo, hi)}, `name` = category, 'all', and both without the
-    defective ground truths; single categories with Wilson's interval, 'all' with a bootstrap over task indices, because
-    the categories are the same 200 tasks seen four ways. Infrastructure failures are not counted in n."""
-    table = {}
-    for score in ("official", "strict"):
-        for clean in (False, True):
-            rows = [r for r in records if not r["infra_error"] and not (clean and (r["category"], r["index"]) in rw.DEFECTIVE)]
-            for category in sorted({r["category"] for r in rows}) + ["all"]:
-                here = [r for r in rows if category in ("all", r["category"])]
-                wins = [float(r["finish"] == "done" and r["reward"][score] == 1) for r in here]
-                by_index = collections.defaultdict(list)
-                for r, w in zip(here, wins):
-                    by_index[r["index"]].append(w)
-                lo, hi = rw.bootstrap(by_index) if category == "all" else rw.wilson(int(sum(wins)), len(wins))
-                table[f"{category} {score}{' without defective' if clean else ''}"] = (
-                    int(sum(wins)), len(wins), sum(wins) / max(len(wins), 1), lo, hi)
-    return table
-
-
-def evaluate(engine, tokenizer, tasks, path=None, **settings):
-    """Greedy episodes over `tasks` with the paper's evaluation caps; returns records (see trajectory_record).
+def evaluate(engine, tokenizer, tasks, path=None, *, samples=1, temperature=0.0, seed=0, **settings):
+    """Episodes over `tasks` with the paper's evaluation caps, greedy unless told otherwise; returns records (trajectory_record
+    and "sample"), `samples` of each task.
 
     `path`: a jsonl file; finished episodes are appended as they end and are not played again, so a killed evaluation
     goes on where it was. The engine's temperature is put back afterwards."""
@@ -620,28 +624,29 @@ def evaluate(engine, tokenizer, tasks, path=None, **settings):
         with open(path, "rb+") as f:    # without the line that was being written when the program was killed
             f.truncate(f.read().rfind(b"\n") + 1)
         with open(path, encoding="utf-8") as f:
-            done = {r["task_id"]: r for r in map(json.loads, f)}
-    todo = [t for t in tasks if t.id not in done]
+            done = {(r["task_id"], r["sample"]): r for r in map(json.loads, f)}
+    todo = [(t, k) for t in tasks for k in range(samples) if (t.id, k) not in done]
     # Tasks with the same tools one after the other: their system prompt is then read once.
-    todo.sort(key=lambda t: env_bfcl.system_prompt(t))
+    todo.sort(key=lambda pair: env_bfcl.system_prompt(pair[0]))
     out = open(path, "a", encoding="utf-8") if path else None
 
     def keep(i, t):
-        done[t.task_id] = trajectory_record(t, todo[i])
+        task, k = todo[i]
+        done[task.id, k] = trajectory_record(t, task) | {"sample": k}
         if out:
-            out.write(json.dumps(done[t.task_id]) + "\n")
+            out.write(json.dumps(done[task.id, k]) + "\n")
             out.flush()
 
-    temperature, engine.temperature = getattr(engine, "temperature", None), 0.0
+    before, engine.temperature, engine.seed = getattr(engine, "temperature", None), temperature, seed
     settings = {"max_response": 16384, "max_observation": 4096, "desc": "evaluate"} | settings
     feedback = settings.pop("decode_feedback", "none")
     try:
-        rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback=feedback) for t in todo], on_finish=keep, **settings)
+        rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback=feedback) for t, _ in todo], on_finish=keep, **settings)
     finally:
-        engine.temperature = temperature
+        engine.temperature = before
         if out:
             out.close()
-    return [done[t.id] for t in tasks]
+    return [done[t.id, k] for t in tasks for k in range(samples)]
 
 
 def write_upstream_results(records, folder):
@@ -652,12 +657,6 @@ def write_upstream_results(records, folder):
             for r in sorted((r for r in records if r["category"] == category), key=lambda r: r["index"]):
                 steps = [[env_bfcl.render_call(env_bfcl.Call(**c)) for c in turn] for turn in r["calls"]]
                 f.write(json.dumps({"id": r["task_id"], "result": steps}) + "\n")
-
-
-def format_table(table):
-    """summary()'s table as text."""
-    return "\n".join(f"{name:38} {k:4d}/{n:<4d} {100 * rate:5.1f} %  [{100 * lo:.1f}, {100 * hi:.1f}]"
-                     for name, (k, n, rate, lo, hi) in table.items())
 
 
 @dataclass

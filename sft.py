@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 
 from rollout import (Trajectory, chat_glue, find_model, load_tokenizer, observation_ids, parse_flags, print_trajectory,   # before torch
                      prompt_ids, rollout)
+import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import env_bfcl
@@ -307,6 +309,26 @@ def encode_chat(tokenizer, messages, name, *, think=False):
         else:
             t.extend(observation_ids(glue, [m], max_observation=8192))
     return t
+
+
+def check_tags(model, tokenizer, init=False):
+    """Say so when the rows of the tool tags equal a row that was never trained (Qwen2.5-Coder): such a model cannot emit them
+    and small learning rates do not get it there. `init` sets them to the mean of the rows of the tag's words, mean norm."""
+    with torch.no_grad():
+        rows = model.get_input_embeddings().weight
+        if len(rows) <= len(tokenizer):
+            return
+        unused, norm = rows[len(tokenizer)], rows[: len(tokenizer)].norm(dim=1).mean()
+        for tag in ("<tool_call>", "</tool_call>"):
+            i = tokenizer.convert_tokens_to_ids(tag)
+            if i is None or F.cosine_similarity(rows[i], unused, dim=0) < 0.999:
+                continue
+            tqdm.write(f"the embedding row of {tag} was never trained" + (": initialised" if init else ": SFT needs --init_tags to get anywhere"))
+            if init:
+                pieces = tokenizer(tag.replace("_", " "), add_special_tokens=False).input_ids
+                for weight in {id(w): w for w in (rows, model.get_output_embeddings().weight)}.values():
+                    mean = weight[pieces].mean(0)
+                    weight[i] = mean * norm / mean.norm()
 
 
 # --- ALGO: batches, schedule, one step ------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ that fails (no memory, no kernel) is reported as failed and the others still cou
     python tools/bench.py update --shape 1.5b                                   # one group: prompt 5,000, 8 x 1,200-1,900
     python tools/bench.py update --shape 1.5b --checkpointing 0 --compile 1 --profile results/profile_update.txt
     python tools/bench.py update --shape 1.5b --tokenizer DIR --real 60         # real prompts and dialogues, 60 tasks x 8
-    python tools/bench.py update --shape tiny --response 150,300                # CPU, about a minute
+    python tools/bench.py update --shape tiny --response 300,600 --budget 15    # CPU, a minute or two
     python tools/bench.py rollout --model DIR                                   # 60 tasks x 8 on vLLM
     python tools/bench.py rollout --shape 1.5b --tokenizer DIR                  # the same with random weights
 """
