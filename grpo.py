@@ -103,7 +103,7 @@ class GRPOConfig:
 def group_advantages(rewards):
     """rewards [G, n] -> (reward - mean) / (std + 1e-6) of each row, unbiased std; exact zeros for a row of equal rewards.
 
-    >>> group_advantages(torch.tensor([[1., 0., 0., 1.], [.3, .3, .3, .3]])).round(decimals=3).tolist()
+    >>> group_advantages(torch.tensor([[1., 0., 0., 1.], [.3, .3, .3, .3]]).double()).round(decimals=3).tolist()
     [[0.866, -0.866, -0.866, 0.866], [0.0, 0.0, 0.0, 0.0]]
     """
     if rewards.shape[1] < 2:

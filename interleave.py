@@ -508,7 +508,7 @@ def checkpoints(out):
 
 
 def find_checkpoint(out):
-    """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged."""
+    """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged and removes them."""
     for path in reversed(checkpoints(out)):
         try:
             state = json.load(open(os.path.join(path, "state.json")))
@@ -518,6 +518,7 @@ def find_checkpoint(out):
         if not bad:
             return path, state
         tqdm.write(f"{path} is damaged ({bad[0]}): using the one before it")
+        shutil.rmtree(path)
     return None, None
 
 
@@ -568,9 +569,9 @@ def prepare(config):
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
     learner = grpo.make_learner(base, config.checkpointing)
     sft.check_tags(learner.model, tokenizer, config.init_tags)
+    learner.accelerator.wait_for_everyone()     # the main process has removed what is damaged
     if not learner.accelerator.is_main_process:
         path, state = find_checkpoint(config.out)
-    learner.accelerator.wait_for_everyone()
     engine = make_engine(config.engine, base, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, seed=config.seed,
                          max_model_len=config.max_prompt + 16384)
     state = state or {"plan": [dataclasses.astuple(p) for p in plan(config)], "phase": 0, "step_in_phase": 0, "step": 0, "saves": 0,

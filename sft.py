@@ -107,8 +107,11 @@ def demonstrate(tokenizer, tasks, texts=None, *, think=False, max_length=16384):
     mask is 1 on every assistant message and its end token; logp is 0 there, since nobody sampled them."""
     texts = [assistant_texts(t) for t in tasks] if texts is None else texts
     engine = Reciter(chat_glue(tokenizer, think), texts)
-    return rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback="error") for t in tasks], groups=list(range(len(tasks))), max_generations=100,
-                   max_prompt=max_length, max_response=max_length, max_action=max_length, think=think)
+    trajectories = rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback="error") for t in tasks], groups=list(range(len(tasks))),
+                           max_generations=100, max_prompt=max_length, max_response=max_length, max_action=max_length, think=think)
+    for t in trajectories:
+        t.source = "demo"
+    return trajectories
 
 
 # --- hints and reflections: from the ground truth and the checker's first difference, "rule-made" wherever results are shown ---
@@ -218,7 +221,7 @@ def reflect(tokenizer, failures, *, think=False, teacher=None):
     for (task, failure), text in zip(failures, texts):
         if text is None:
             continue
-        t = Trajectory(f"{task.id}/reflection")
+        t = Trajectory(f"{task.id}/reflection", source="demo")
         t.extend(prompt_ids(glue, [{"content": env_bfcl.system_prompt(task)}, {"content": reflection_request(task, failure)}]))
         t.prompt_len = len(t.ids)
         said = glue.encode(text) + [tokenizer.eos_token_id]
@@ -299,7 +302,7 @@ def encode_chat(tokenizer, messages, name, *, think=False):
     """[system, user, assistant, user, ...] -> Trajectory with the same glue as a rollout; mask 1 on assistant messages."""
     if [m["role"] for m in messages] != ["system"] + ["user", "assistant"] * ((len(messages) - 1) // 2):
         raise ValueError(f"{name}: roles must be system, then user and assistant in turn, assistant last")
-    glue, t = chat_glue(tokenizer, think), Trajectory(name)
+    glue, t = chat_glue(tokenizer, think), Trajectory(name, source="demo")
     t.extend(prompt_ids(glue, messages[:2]))
     t.prompt_len = len(t.ids)
     for k, m in enumerate(messages[2:]):
