@@ -622,8 +622,7 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     if config.sleep and hasattr(engine, "sleep"):
         torch.cuda.empty_cache()
         engine.wake()
-    if metrics["updates"]:
-        push(learner, engine)
+    push(learner, engine)       # also without an update: each step starts without cached keys, so a resumed run equals an undisturbed one
     stats["push_s"] = time.perf_counter() - start
     return metrics | {f"time/{k}" if k.endswith("_s") else k: round(v, 4) for k, v in stats.items()}, trajectories
 

@@ -384,6 +384,7 @@ def run_rl(run, phase):
     config, state = run.config, run.state
     config = dataclasses.replace(config, warmup=config.warmup if phase.name == "rl 1" else config.rl_warmup)
     by_id, signal = {t.id: t for t in run.tasks}, make_signal(run)
+    grpo.push(run.learner, run.engine)      # drops what evaluations have left in its caches: a resumed round has none either
     bar = tqdm(total=phase.steps, initial=state["step_in_phase"], desc=phase.name, disable=not run.main, dynamic_ncols=True)
     while state["step_in_phase"] < phase.steps:
         batch = [run.tasks[i] for i in grpo.task_order(len(run.tasks), config.prompts, state["step" if config.data_order == "keep" else "step_in_phase"], config.seed)]
