@@ -95,6 +95,7 @@ class GRPOConfig:
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward: less memory, more rows"})
     checkpointing: bool = field(default=True, metadata={"help": "recompute activations in the backward"})
     load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
+    report_to: str = field(default="", metadata={"help": "interleave.py: also log to tensorboard, wandb or trackio (through accelerate)"})
     save_rollouts: bool = field(default=True, metadata={"help": "write each step's trajectories to OUT/rollouts/"})
 
 
@@ -115,12 +116,13 @@ def group_advantages(rewards):
 
 
 def policy_loss(logp, old_logp, adv, ref_logp=None, *, clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=1e-4, weight=None,
-                shaped=None):
+                shaped=None, control=None):
     """The loss of some trained tokens, summed: (scalar, dict of detached sums). All inputs are [K].
 
     PPO's clipped ratio, dual clip (arXiv 1912.09729) and the k3 estimator of KL(policy || reference)
     (joschu.net/blog/kl-approx.html) with verl's clamps, as in the paper. `weight` [K] multiplies the policy term (importance weights). Where `shaped` [K] is
-    True the ratio is LUFFY's p / (p + 0.1) (arXiv 2504.14945), without a clip: tokens that nobody sampled."""
+    True the ratio is LUFFY's p / (p + 0.1) (arXiv 2504.14945), without a clip: tokens that nobody sampled. `control` [K] marks
+    the control tokens, whose share of the sums is reported."""
     # ALGO
     ratio = torch.exp((logp - old_logp).clamp(-20, 20))                             # [K]
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)                              # [K]
@@ -136,8 +138,10 @@ def policy_loss(logp, old_logp, adv, ref_logp=None, *, clip_low=0.2, clip_high=0
         d = (ref_logp - logp).clamp(-20, 20)
         kl = (d.exp() - d - 1).clamp(max=10)                                        # [K]
     total = (loss + kl_coef * kl).sum()
+    control = torch.zeros_like(logp, dtype=torch.bool) if control is None else control
     off = ((ratio > 1 + clip_high) & (adv > 0)) | ((ratio < 1 - clip_low) & (adv < 0))
-    return total, {"pg": loss.detach().sum(), "kl": kl.detach().sum(), "clipped": off.sum(), "ratio": ratio.detach().sum()}
+    return total, {"pg": loss.detach().sum(), "kl": kl.detach().sum(), "clipped": off.sum(), "ratio": ratio.detach().sum(),
+                   "pg_control": loss.detach()[control].sum(), "kl_control": kl.detach()[control].sum(), "control_tokens": control.sum()}
 
 
 # --- packing: a row is a forest of prompts and the trajectories that continue them --------------------------------------
@@ -294,7 +298,8 @@ def packed_logprobs(model, row, temperature=1.0, watch=None):
     layout = _layout(row, device) if device.type == "cuda" and (torch.is_autocast_enabled("cuda") or model.dtype != torch.float32) else None
     hidden = model.model(input_ids=row.ids[None], position_ids=row.positions[None], attention_mask={"full_attention": None},
                          use_cache=False, segments=row.segments, layout=layout).last_hidden_state[0]      # [T, D]
-    hidden, weight = hidden[row.source], model.lm_head.weight                                             # [K, D]
+    # Rows of the embedding beyond the tokenizer's tokens (Qwen: 271 of them) are neither sampled nor in the softmax.
+    hidden, weight = hidden[row.source], model.lm_head.weight[: getattr(model, "real_vocab", None)]       # [K, D], [V, D]
     many = torch.is_grad_enabled() and len(row.target) > HEAD_CHUNK     # a single chunk needs no recomputation
     head = functools.partial(checkpoint, _head, use_reentrant=False) if many else _head
     parts = [head(h, weight, t, temperature, watch) for h, t in zip(hidden.split(HEAD_CHUNK), row.target.split(HEAD_CHUNK))]
@@ -318,10 +323,11 @@ class Learner:
         return torch.autocast("cuda", torch.bfloat16) if self.model.device.type == "cuda" else contextlib.nullcontext()
 
 
-def make_learner(path, checkpointing=True):
-    accelerator = Accelerator()
+def make_learner(path, tokenizer=None, checkpointing=True, report_to="", out=""):
+    accelerator = Accelerator(log_with=report_to or None, project_dir=out or None)
     model = load_model(path, torch.float32, accelerator.device).train()
     model.set_attn_implementation("tree")
+    model.real_vocab = len(tokenizer) if tokenizer else None
     if checkpointing and accelerator.device.type == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return Learner(model, accelerator)
@@ -337,6 +343,7 @@ def set_reference(learner, path):
     """The weights in `path` as the frozen KL reference, in the policy's own precision: KL at the start is exactly 0."""
     learner.reference = load_model(path, torch.float32, learner.model.device).eval().requires_grad_(False)
     learner.reference.set_attn_implementation("tree")
+    learner.reference.real_vocab = learner.model.real_vocab
 
 
 def across_ranks(learner, sums):
@@ -384,14 +391,19 @@ def watch_ids(tokenizer):
     return {n: i[0] for n, i in ids.items() if len(i) == 1}
 
 
+SLOTS = ("first", "after_open", "close", "end")
+
+
 def protocol_slots(row, trajectories, watch):
-    """Where the protocol is decided: {"first": [K] bool, the first token of a message; "after_open": after '<tool_call>\\n'}."""
-    opening, first, after = watch.get("<tool_call>"), [], []
+    """Where the protocol is decided, as {slot: [K] bool}: the "first" token of a message; "after_open": what follows
+    `<tool_call>` and its newline; "close": where `</tool_call>` was sampled; "end": where a message ended."""
+    opening, closing, stop = (watch.get(n) for n in ("<tool_call>", "</tool_call>", "<|im_end|>"))
+    rows = []
     for i, p in row.trained:
         t = trajectories[i]
-        first.append(not t.mask[p - 1])
-        after.append(p > 1 and t.mask[p - 2] == 1 and t.ids[p - 2] == opening and t.mask[p - 1] == 1)
-    return {"first": torch.tensor(first), "after_open": torch.tensor(after)}
+        opened = p > 1 and t.mask[p - 1] and t.mask[p - 2] and t.ids[p - 2] == opening
+        rows.append((not t.mask[p - 1], opened, t.ids[p] == closing, t.ids[p] == stop))
+    return dict(zip(SLOTS, torch.tensor(rows, dtype=torch.bool).reshape(-1, len(SLOTS)).T))
 
 
 def token_logprobs(learner, rows, temperature):
@@ -440,12 +452,12 @@ def update(learner, trajectories, adv, config, watch=None, progress=False):
     return _update_metrics(sums, norms, updates, watch)
 
 
-SUMS = ["tokens", "pg", "kl", "clipped", "ratio", "entropy", "gap", "own", "groups", "kept", "row_tokens", "rows", "plain_tokens", "slot/first",
-        "slot/after_open"]
+SUMS = ["tokens", "pg", "kl", "clipped", "ratio", "entropy", "gap", "own", "groups", "kept", "row_tokens", "rows", "plain_tokens", "kl_control",
+        "pg_control", "control_tokens", *(f"slot/{s}" for s in SLOTS)]
 
 
 def _slot_names(name):
-    return [f"control/{slot}/{name}" for slot in ("first", "after_open")]
+    return [f"control/{slot}/{name}" for slot in SLOTS]
 
 
 def _accumulate(learner, rows, pairs, old_logps, count, config, watch, bar):
@@ -482,7 +494,8 @@ def _row_loss(learner, row, pairs, old_logp, config, watch):
         weight = torch.where(source["hint"], importance.clamp(max=2.0), weight)
     loss, sums = policy_loss(logp, old_logp, adv, ref_logp, clip_low=config.clip_low, clip_high=config.clip_high,
                              dual_clip=config.dual_clip, kl_coef=config.kl_coef, weight=weight,
-                             shaped=source["demo"] if config.ops_weight == "luffy" else None)
+                             shaped=source["demo"] if config.ops_weight == "luffy" else None,
+                             control=torch.isin(row.target.to(device), torch.tensor(list((watch or {}).values()), device=device, dtype=torch.long)))
     sums = {k: float(v) for k, v in sums.items()}
     gap = (old_logp - engine_logp).abs()[source["policy"]]      # demonstrations and hinted samples have another context
     sums |= {"tokens": len(row.trained), "entropy": float(entropy.sum()), "gap": float(gap.sum()), "own": len(gap)}
@@ -503,7 +516,10 @@ def _update_metrics(sums, norms, updates, watch):
     for name, key in (("pg_loss", "pg"), ("kl", "kl"), ("clip_share", "clipped"), ("ratio", "ratio"), ("entropy", "entropy")):
         metrics[name] = sums[key] / tokens
     metrics["engine_gap"] = sums["gap"] / max(sums["own"], 1)
-    for slot in ("first", "after_open"):
+    control = max(sums["control_tokens"], 1)
+    metrics |= {"kl_control": sums["kl_control"] / control, "kl_rest": (sums["kl"] - sums["kl_control"]) / max(tokens - control, 1),
+                "pg_control": sums["pg_control"] / control, "pg_rest": (sums["pg"] - sums["pg_control"]) / max(tokens - control, 1)}
+    for slot in SLOTS:
         for name in watch or () if sums[f"slot/{slot}"] else ():
             metrics[f"control/{slot}/{name}"] = sums[f"control/{slot}/{name}"] / sums[f"slot/{slot}"]
     return metrics
@@ -560,9 +576,13 @@ def rollout_metrics(learner, trajectories, config):
     fixed += [f"feedback/{f}" for f in ("malformed", "unclosed", "unknown", "held_out", "not_executed")]
     fixed += [f"finish/{f}" for f in ("done", "length", "max_steps", "max_generations", "max_response", "prompt")]
     fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed")]
-    total = across_ranks(learner, {k: c[k] for k in fixed})
+    turns = [f"turn {k}/{s}" for k in range(7) for s in ("call", "response", "polluted", "collapsed")]
+    total = across_ranks(learner, {k: c[k] for k in fixed + turns + ["repeats"]})
     n, messages = max(total["n"], 1), max(total["messages"], 1)
-    return {k: int(v) if k in ("infra", "n", "hinted", "hinted_success") else v / (messages if k.startswith("structure/") else n) for k, v in total.items()}
+    by_turn = [[total.pop(f"turn {k}/{s}") for s in ("call", "response", "polluted", "collapsed")] for k in range(7)]
+    total["structure/repeated"] = total.pop("repeats")
+    means = {k: int(v) if k in ("infra", "n", "hinted", "hinted_success") else v / (messages if k.startswith("structure/") else n) for k, v in total.items()}
+    return means | {"structure_by_turn": [[round(x / sum(counts), 4) for x in counts] for counts in by_turn if sum(counts)]}
 
 
 def checklist(learner, trajectories, config, watch):
@@ -632,7 +652,8 @@ def step_line(step, m):
     kinds = "/".join(f"{100 * m['structure/' + s]:.0f}" for s in ("call", "response", "polluted", "collapsed"))
     trained = f"kl {m['kl']:.2e} entropy {m['entropy']:.3f} gap {m['engine_gap']:.1e}" if "kl" in m else "no group with mixed rewards"
     return (f"step {step}: reward {m['reward']:.3f} strict {m['success/strict']:.3f} | call/resp/poll/coll {kinds} | {trained} | kept {m['groups_kept']}/{m['groups_kept'] + m['groups_flat']} "
-            f"| rollout {m['time/rollout_s']:.1f}s update {m['time/update_s']:.1f}s push {m['time/push_s']:.2f}s")
+            f"| rollout {m['time/rollout_s']:.1f}s update {m['time/update_s']:.1f}s push {m['time/push_s']:.2f}s "
+            f"env {100 * (m['time/env_s'] + m['time/reward_s']) / m['time/rollout_s']:.1f}%")
 
 
 def check_config(config):
@@ -685,7 +706,7 @@ def main():
             raise ValueError(f"no *.jsonl in {config.load_rollouts}")
         engine = None if config.load_rollouts else make_engine(
             config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
-        learner = make_learner(path, config.checkpointing)
+        learner = make_learner(path, tokenizer, config.checkpointing)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     set_optimizer(learner, config.lr, weight_decay=config.weight_decay)

@@ -45,7 +45,7 @@ FAMILIES = {    # the settings of a model family: the paper's, and one that a CP
     "qwen2.5": dict(model="Qwen/Qwen2.5-1.5B-Instruct", rounds="50,100,150"),
     "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
     "tiny": dict(model="runs/tiny_model", rounds="8,8", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, mini_batch=6,
-                 lr=2e-4, warmup=3, rl_warmup=3, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.995, ets_epochs=6, failed="any", failed_window=3,
+                 lr=3e-4, warmup=2, rl_warmup=2, sft_start=150, sft_lr=4e-3, ets_lr=1e-3, sft_stop_accuracy=0.9995, ets_epochs=6, failed="any", failed_window=3,
                  max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base", eval_samples=8),
 }
 SIGNALS = {     # signal -> its schedules; the first is the paper's
@@ -96,7 +96,7 @@ class Config(GRPOConfig):
 
 
 BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
-HARMLESS = {"fresh", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
+HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
 
 
 @dataclass
@@ -342,6 +342,9 @@ class Run:
         if self.main:
             self.log.write(json.dumps(line) + "\n")
             self.log.flush()
+            if self.config.report_to and line["kind"] in ("grpo", "sft"):
+                numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "phase")}
+                self.learner.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["step"])
 
 
 def evaluate_now(run, name):
@@ -568,7 +571,9 @@ def prepare(config):
         path, state = prepare_out(config)
     if "no_think_context" in config.fault and not chat_glue(tokenizer, config.think).think_block:
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
-    learner = grpo.make_learner(base, config.checkpointing)
+    learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.report_to, config.out)
+    if config.report_to:
+        learner.accelerator.init_trackers("multi_step_tool_rl", {k: str(v) for k, v in dataclasses.asdict(config).items()})
     sft.check_tags(learner.model, tokenizer, config.init_tags)
     learner.accelerator.wait_for_everyone()     # the main process has removed what is damaged
     if not learner.accelerator.is_main_process:

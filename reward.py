@@ -274,7 +274,10 @@ def count(trajectories, kind):
             c[f"feedback/{what}"] += k
         for k, text in enumerate(t.texts):
             c["messages"] += 1
-            c[f"structure/{structure(text, 'length' if t.finish == 'length' and k == len(t.texts) - 1 else 'stop')}"] += 1
+            c["repeats"] += k > 0 and text == t.texts[k - 1]
+            state = structure(text, "length" if t.finish == "length" and k == len(t.texts) - 1 else "stop")
+            c[f"structure/{state}"] += 1
+            c[f"turn {min(t.turns[k], 6)}/{state}"] += 1     # by user turn; the last one holds all later ones too
     return c
 
 

@@ -309,10 +309,10 @@ class HFEngine:
     """transformers as the engine, where vLLM does not install. Continuous batching over one flat row of new tokens; each
     trajectory keeps its keys and values between its turns, and a new one copies the longest prefix another one has."""
 
-    def __init__(self, model, stop, temperature=1.0, seed=0, max_seqs=64, tokens_per_step=4096, cache_tokens=300_000):
+    def __init__(self, model, stop, temperature=1.0, seed=0, vocab=None, max_seqs=64, tokens_per_step=4096, cache_tokens=300_000):
         self.model = load_model(model) if isinstance(model, str) else model
         self.model.eval().set_attn_implementation("slots")
-        self.stop, self.temperature, self.seed = set(stop), temperature, seed
+        self.stop, self.temperature, self.seed, self.vocab = set(stop), temperature, seed, vocab
         self.max_seqs, self.tokens_per_step, self.cache_tokens = max_seqs, tokens_per_step, cache_tokens
         self.slots = collections.OrderedDict()      # request_id -> [ids whose keys are cached (array), cache], oldest first
         self.waiting, self.running = collections.deque(), {}
@@ -369,7 +369,7 @@ class HFEngine:
         device = self.model.device
         hidden = self.model.model(input_ids=torch.tensor([ids], device=device), position_ids=torch.tensor([positions], device=device),
                                   attention_mask={"full_attention": None}, slots=slots, use_cache=False).last_hidden_state
-        logits = self.model.lm_head(hidden[0, last]).float()        # [batch, V]
+        logits = self.model.lm_head(hidden[0, last])[:, : self.vocab].float()       # [batch, V]
         logp = torch.log_softmax(logits / (self.temperature or 1.0), -1).cpu()
         finished = []
         for row, request_id in zip(logp, batch):
@@ -401,7 +401,7 @@ class HFEngine:
 class VLLMEngine:
     """vLLM in this process: ids in, ids and log-probabilities out, weights handed over by reference."""
 
-    def __init__(self, model, stop, temperature=1.0, seed=0, max_model_len=16384, kv_gib=16.0, sleep=False):
+    def __init__(self, model, stop, temperature=1.0, seed=0, vocab=None, max_model_len=16384, kv_gib=16.0, sleep=False):
         gpu = torch.cuda.is_available()
         if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
             raise ValueError("unset PYTORCH_CUDA_ALLOC_CONF=expandable_segments: vLLM's sleep mode frees nothing with it")
@@ -423,6 +423,8 @@ class VLLMEngine:
         # generation_config="vllm": the model's own would silently add top_k and stop ids to what is sampled.
         self.llm = LLM(model=model, max_model_len=max_model_len, seed=seed, skip_tokenizer_init=True, generation_config="vllm",
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False, **how)
+        if vocab:   # rows of the embedding that no token uses are cut off before the softmax, as in the trainer
+            self.llm.apply_model(lambda m: setattr(m.logits_processor, "org_vocab_size", vocab))
         self.core, self.gpu, self.temperature, self.seed, self.added = self.llm.llm_engine, gpu, temperature, seed, 0
         self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, flat_logprobs=True, detokenize=False,
                                         stop_token_ids=list(stop), output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
@@ -474,9 +476,9 @@ def make_engine(kind, model, tokenizer, **settings):
     if kind == "auto":
         kind = "vllm" if importlib.util.find_spec("vllm") else "hf"
     if kind == "vllm":
-        return VLLMEngine(model, stop, **settings)
+        return VLLMEngine(model, stop, vocab=len(tokenizer), **settings)
     if kind == "hf":
-        return HFEngine(model, stop, **{k: v for k, v in settings.items() if k in ("temperature", "seed")})
+        return HFEngine(model, stop, vocab=len(tokenizer), **{k: v for k, v in settings.items() if k in ("temperature", "seed")})
     raise ValueError(f"engine is vllm, hf or auto, not {kind!r}")
 
 

@@ -422,7 +422,7 @@ def main():
             for t in dialogues:
                 print_trajectory(t, tokenizer)
             return
-        learner = grpo.make_learner(path)
+        learner = grpo.make_learner(path, tokenizer)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     grpo.set_optimizer(learner, config.lr, betas=(0.9, 0.95))

@@ -2400,14 +2400,16 @@ def test_other_flags_are_refused_by_name_and_fresh_starts_over(tmp_path):
 # --- a whole run, killed and continued
 
 def small_main():
-    """interleave.py over SMALL: what the tests of whole runs start as a process."""
-    env_bfcl.load_tasks = lambda split="train", *args, **kwargs: SMALL[:3] if split == "train" else SMALL[3:]
+    """interleave.py over four small tasks with one and the same answer: what the tests of whole runs start as a process."""
+    easy = [small_task(k, [f"{word} make a folder named box0.", "Which files are here?"], SMALL[0].ground_truth)
+            for k, word in enumerate(("Please", "Now", "Hello,", "First"))]
+    env_bfcl.load_tasks = lambda split="train", *args, **kwargs: easy[:3] if split == "train" else easy[3:]
     interleave.main()
 
 
-SMALL_RUN = ("--signal prs --rounds 3,2 --sft_start 60 --sft_stop_accuracy 0.93 --sft_lr 1e-2 --sft_dialogues 1 --n 4 --prompts 2 --mini_batch 1 --lr 3e-4 "
+SMALL_RUN = ("--signal prs --rounds 3,2 --sft_start 60 --sft_stop_accuracy 0.95 --sft_lr 1.5e-2 --sft_dialogues 1 --n 4 --prompts 3 --mini_batch 2 --lr 3e-4 "
              "--warmup 2 --rl_warmup 2 --failed any --failed_window 2 --ets_epochs 1 --ets_lr 1e-3 --save_every 2 --max_action 60 --max_response 500 "
-             "--reward per_turn --decode_feedback none --engine hf --kl_coef 0.01").split()
+             "--reward per_turn --temperature 0.4 --decode_feedback none --engine hf --kl_coef 0.01").split()
 
 
 def start_run(tiny, out):

@@ -210,10 +210,11 @@ def update_jobs(layout, trajectories, adv, size):
 
 
 def one_pass(model, jobs, count, budget=float("inf")):
-    """Gradient of the GRPO loss over `jobs`, stopped after `budget` seconds; returns (seconds, effective tokens, forwards)."""
+    """Gradient of the GRPO loss over `jobs`, stopped after `budget` seconds; returns (seconds, effective tokens, forwards,
+    seconds of CPU time: what a CPU row is judged by, since neighbours on the machine do not count in it)."""
     model.zero_grad(set_to_none=True)
     synchronise()
-    start, done = time.perf_counter(), 0
+    start, cpu, done = time.perf_counter(), time.process_time(), 0
     with torch.autocast("cuda", torch.bfloat16) if GPU else contextlib.nullcontext():
         for k, (forward, adv, tokens) in enumerate(jobs, 1):
             logp = forward(model)                                           # [K]
@@ -225,7 +226,7 @@ def one_pass(model, jobs, count, budget=float("inf")):
                 if time.perf_counter() - start > budget:
                     break
     synchronise()
-    return time.perf_counter() - start, done, k
+    return time.perf_counter() - start, done, k, time.process_time() - cpu
 
 
 def gradient(model):
@@ -290,11 +291,11 @@ def measure_update(layout, model, trajectories, adv, args, state):
         torch.cuda.empty_cache()
     if passes[0][0] * args.reps < 2 * args.budget:
         passes += [one_pass(model, jobs, count, args.budget) for _ in range(args.reps - 1)]
-    speed = statistics.median(done / s for s, done, _ in passes)
+    speed = statistics.median(done / s for s, done, _, _ in passes)
     tokens = sum(len(t.ids) for t in trajectories)
-    row = {"seconds": tokens / speed, "passes": [round(s, 4) for s, _, _ in passes], "share_measured": passes[0][1] / tokens, "tokens_per_s": speed,
+    row = {"seconds": tokens / speed, "passes": [round(s, 4) for s, *_ in passes], "share_measured": passes[0][1] / tokens, "tokens_per_s": speed,
            "mfu": 3 * state["flop"] / (tokens / speed * args.tflops * 1e12), "forwards": len(jobs), "layout_s": layout_s,
-           "size": None if layout == "plain" else size}
+           "size": None if layout == "plain" else size, "cpu_s": tokens / statistics.median(done / c for _, done, _, c in passes)}
     if layout in ("packed", "group", "tree"):
         row["row_tokens"] = sum(len(f.keywords["row"].ids) for f, _, _ in jobs)
     if GPU:
@@ -337,15 +338,16 @@ def bench_update(args):
     names = {"plain": "plain, one at a time", "padded": "padded batch", "packed": "packed, nothing shared", "group": "group prefix", "tree": "tree"}
     for layout in args.rows.split(","):
         attempt(names[layout], rows, lambda: measure_update(layout, model, trajectories, adv, args, state))
-    plain = rows.get(names["plain"], {}).get("seconds")
+    clock = "seconds" if GPU else "cpu_s"
+    plain = rows.get(names["plain"], {}).get(clock)
     for row in rows.values():
-        if plain and "seconds" in row:
-            row["speedup"] = plain / row["seconds"]
-    table(rows, [("seconds", "seconds", ".3f"), ("eff. tokens/s", "tokens_per_s", ",.0f"), ("x plain", "speedup", ".2f"), ("MFU", "mfu", ".3f"),
+        if plain and clock in row:
+            row["speedup"] = plain / row[clock]
+    table(rows, [("seconds", "seconds", ".3f"), ("CPU s", "cpu_s", ".2f"), ("eff. tokens/s", "tokens_per_s", ",.0f"), ("x plain", "speedup", ".2f"), ("MFU", "mfu", ".3f"),
                  ("peak GiB", "peak_gib", ".1f"), ("grad vs plain", "gradient_vs_plain", ".1e"), ("grad vs fp32", "gradient_vs_exact", ".1e"),
                  ("measured", "share_measured", ".0%")])
-    if plain and "seconds" in rows.get(names["tree"], {}):
-        print(f"tree: {rows[names['tree']]['seconds'] / plain:.3f} of plain's time; {work['forest_tokens'] / tokens:.3f} of its tokens")
+    if plain and clock in rows.get(names["tree"], {}):
+        print(f"tree: {rows[names['tree']][clock] / plain:.3f} of plain's time; {work['forest_tokens'] / tokens:.3f} of its tokens")
     if args.profile:
         profile_tree(model, update_jobs("tree", trajectories, adv, args.tokens_per_row), args.profile)
     formula = "3 x forward; forward = 2 x matrix weights x forest tokens + 4 x layers x heads x head size x attended pairs + 2 x hidden x vocabulary x trained"
