@@ -93,6 +93,7 @@ class GRPOConfig:
     kv_gib: float = field(default=16.0, metadata={"help": "GiB of keys and values in vLLM"})
     sleep: bool = field(default=False, metadata={"help": "vLLM gives its memory back during the update (small cards)"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward: less memory, more rows"})
+    compile: bool = field(default=False, metadata={"help": "compile MLPs and norms (a minute at the start)"})
     checkpointing: bool = field(default=True, metadata={"help": "recompute activations in the backward"})
     load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
     report_to: str = field(default="", metadata={"help": "interleave.py: also log to tensorboard, wandb or trackio (through accelerate)"})
@@ -274,9 +275,11 @@ def _layout(row, device):
 ALL_ATTENTION_FUNCTIONS.register("tree", _tree_attention)
 
 
-def _head(hidden, weight, target, temperature, watch):
+def _head(hidden, weight, target, temperature, watch, vocab):
     """hidden [c, D] -> logp of target [c], entropy [c], whether target is the likeliest [c], p of the `watch` ids [c, W]."""
-    logits = (hidden @ weight.T.to(hidden.dtype)).float() / temperature         # [c, V]
+    # The leaf itself goes into linear: autocast then casts it once, a slice or a transpose of it for every chunk. Rows beyond
+    # the tokenizer's tokens (Qwen's embedding has 271) are cut off afterwards: they are never sampled either.
+    logits = F.linear(hidden, weight)[:, :vocab].float() / temperature          # [c, V]
     lse = logits.logsumexp(-1)                                                  # [c]
     chosen = logits.gather(1, target[:, None])[:, 0]                            # [c]
     with torch.no_grad():
@@ -298,11 +301,10 @@ def packed_logprobs(model, row, temperature=1.0, watch=None):
     layout = _layout(row, device) if device.type == "cuda" and (torch.is_autocast_enabled("cuda") or model.dtype != torch.float32) else None
     hidden = model.model(input_ids=row.ids[None], position_ids=row.positions[None], attention_mask={"full_attention": None},
                          use_cache=False, segments=row.segments, layout=layout).last_hidden_state[0]      # [T, D]
-    # Rows of the embedding beyond the tokenizer's tokens (Qwen: 271 of them) are neither sampled nor in the softmax.
-    hidden, weight = hidden[row.source], model.lm_head.weight[: getattr(model, "real_vocab", None)]       # [K, D], [V, D]
+    hidden, weight, vocab = hidden[row.source], model.lm_head.weight, getattr(model, "real_vocab", None)    # [K, D], [V, D]
     many = torch.is_grad_enabled() and len(row.target) > HEAD_CHUNK     # a single chunk needs no recomputation
     head = functools.partial(checkpoint, _head, use_reentrant=False) if many else _head
-    parts = [head(h, weight, t, temperature, watch) for h, t in zip(hidden.split(HEAD_CHUNK), row.target.split(HEAD_CHUNK))]
+    parts = [head(h, weight, t, temperature, watch, vocab) for h, t in zip(hidden.split(HEAD_CHUNK), row.target.split(HEAD_CHUNK))]
     logp, entropy, likeliest, watched = (torch.cat(x) for x in zip(*parts))
     return (logp, entropy) if watch is None else (logp, entropy, likeliest, watched)
 
@@ -323,13 +325,16 @@ class Learner:
         return torch.autocast("cuda", torch.bfloat16) if self.model.device.type == "cuda" else contextlib.nullcontext()
 
 
-def make_learner(path, tokenizer=None, checkpointing=True, report_to="", out=""):
+def make_learner(path, tokenizer=None, checkpointing=True, compile=False, report_to="", out=""):
     accelerator = Accelerator(log_with=report_to or None, project_dir=out or None)
     model = load_model(path, torch.float32, accelerator.device).train()
     model.set_attn_implementation("tree")
     model.real_vocab = len(tokenizer) if tokenizer else None
     if checkpointing and accelerator.device.type == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compile:     # in place, so that names in checkpoints stay; attention stays eager: its layout changes with each row
+        for module in [model.model.norm] + [m for layer in model.model.layers for m in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)]:
+            module.compile(dynamic=True)
     return Learner(model, accelerator)
 
 
@@ -341,7 +346,8 @@ def set_optimizer(learner, lr, betas=(0.9, 0.999), weight_decay=0.01):
 
 def set_reference(learner, path):
     """The weights in `path` as the frozen KL reference, in the policy's own precision: KL at the start is exactly 0."""
-    learner.reference = load_model(path, torch.float32, learner.model.device).eval().requires_grad_(False)
+    # It keeps requires_grad, though it only ever runs without gradient: autocast caches its casts only then.
+    learner.reference = load_model(path, torch.float32, learner.model.device).eval()
     learner.reference.set_attn_implementation("tree")
     learner.reference.real_vocab = learner.model.real_vocab
 
@@ -496,14 +502,13 @@ def _row_loss(learner, row, pairs, old_logp, config, watch):
                              dual_clip=config.dual_clip, kl_coef=config.kl_coef, weight=weight,
                              shaped=source["demo"] if config.ops_weight == "luffy" else None,
                              control=torch.isin(row.target.to(device), torch.tensor(list((watch or {}).values()), device=device, dtype=torch.long)))
-    sums = {k: float(v) for k, v in sums.items()}
-    gap = (old_logp - engine_logp).abs()[source["policy"]]      # demonstrations and hinted samples have another context
-    sums |= {"tokens": len(row.trained), "entropy": float(entropy.sum()), "gap": float(gap.sum()), "own": len(gap)}
+    gap = (old_logp - engine_logp).abs() * source["policy"]     # demonstrations and hinted samples have another context
+    sums |= {"entropy": entropy.sum(), "gap": gap.sum(), "own": source["policy"].sum()}
     for slot, here in protocol_slots(row, [t for t, _ in pairs], watch or {}).items():
-        sums[f"slot/{slot}"] = int(here.sum())
-        for name, mass in zip(watch or (), watched[here.to(device)].sum(0).tolist()):
-            sums[f"control/{slot}/{name}"] = mass
-    return loss, sums
+        sums[f"slot/{slot}"] = here.sum().to(device)
+        sums |= {f"control/{slot}/{name}": mass for name, mass in zip(watch or (), watched[here.to(device)].sum(0))}
+    sums = dict(zip(sums, torch.stack([x.float() for x in sums.values()]).tolist()))    # one wait for the GPU per row, not one per number
+    return loss, sums | {"tokens": len(row.trained)}
 
 
 def _update_metrics(sums, norms, updates, watch):
@@ -706,7 +711,7 @@ def main():
             raise ValueError(f"no *.jsonl in {config.load_rollouts}")
         engine = None if config.load_rollouts else make_engine(
             config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
-        learner = make_learner(path, tokenizer, config.checkpointing)
+        learner = make_learner(path, tokenizer, config.checkpointing, config.compile)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     set_optimizer(learner, config.lr, weight_decay=config.weight_decay)

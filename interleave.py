@@ -571,7 +571,7 @@ def prepare(config):
         path, state = prepare_out(config)
     if "no_think_context" in config.fault and not chat_glue(tokenizer, config.think).think_block:
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
-    learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.report_to, config.out)
+    learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.compile, config.report_to, config.out)
     if config.report_to:
         learner.accelerator.init_trackers("multi_step_tool_rl", {k: str(v) for k, v in dataclasses.asdict(config).items()})
     sft.check_tags(learner.model, tokenizer, config.init_tags)

@@ -419,7 +419,7 @@ class VLLMEngine:
             import vllm._custom_ops as ops
             ops._supports_onednn = False    # else a tied output head silently keeps its old weights after a push
             # A seeded request whose prompt is read in chunks kills vLLM's CPU engine (a CPU generator has no offset).
-            how = dict(dtype="float32", enforce_eager=True, max_num_seqs=64, enable_chunked_prefill=False, max_num_batched_tokens=max_model_len)
+            how = dict(dtype="float32", enforce_eager=True, max_num_seqs=64, block_size=32, enable_chunked_prefill=False, max_num_batched_tokens=max_model_len)
         # generation_config="vllm": the model's own would silently add top_k and stop ids to what is sampled.
         self.llm = LLM(model=model, max_model_len=max_model_len, seed=seed, skip_tokenizer_init=True, generation_config="vllm",
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False, **how)

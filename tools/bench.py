@@ -141,7 +141,7 @@ def head_logprobs(model, hidden, target):
     """hidden [K, D] -> logp [K], as grpo.packed_logprobs does it."""
     head = functools.partial(checkpoint, grpo._head, use_reentrant=False) if len(target) > grpo.HEAD_CHUNK else grpo._head
     chunks = zip(hidden.split(grpo.HEAD_CHUNK), target.split(grpo.HEAD_CHUNK))
-    return torch.cat([head(h, model.lm_head.weight, t, 1.0, None)[0] for h, t in chunks])
+    return torch.cat([head(h, model.lm_head.weight, t, 1.0, None, None)[0] for h, t in chunks])
 
 
 def padded_batch(batch):
