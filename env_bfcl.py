@@ -48,6 +48,7 @@ except ImportError as e:
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")  # the same 200 tasks, seen four ways
 SPLITS = ("train", "test", "all")
+BLOCKS = {"files": range(50), "vehicle": range(50, 100), "trading": range(100, 150), "travel": range(150, 200)}  # domain -> indices
 MAX_CALLS = 64             # calls of one message that are executed; the rest is answered as not executed
 MAX_CALL_CHARS = 100_000   # a longer <tool_call> block is malformed
 MAX_DEPTH = 32             # nesting of a call's arguments; deeper is malformed

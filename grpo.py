@@ -64,6 +64,7 @@ class GRPOConfig:
     categories: str = field(default="base,miss_func,miss_param", metadata={"help": "training categories, comma-separated"})
     train_tasks: int = field(default=0, metadata={"help": "train on the N tasks with the shortest prompts only; 0 = all"})
     skip_defective: bool = field(default=False, metadata={"help": "leave out the tasks whose ground truth cannot be met"})
+    holdout: str = field(default="", metadata={"help": "leave a domain block out of training: files (0-49), vehicle (50-99), trading (100-149), travel (150-199)"})
     short_docs: bool = field(default=False, metadata={"help": "tool docs without their 'response' part"})
     # the objective
     reward: str = field(default="official", metadata={"help": "official (0/1), strict (0/1), per_turn (share of turns)"})
@@ -684,6 +685,10 @@ def check_config(config):
 def train_tasks(config, split="train"):
     """The tasks a run trains on: all, or the `train_tasks` with the shortest system prompts (few tools, cheap rows)."""
     tasks = env_bfcl.load_tasks(split, tuple(config.categories.split(",")), short_docs=config.short_docs, skip_defective=config.skip_defective)
+    if holdout := getattr(config, "holdout", ""):      # python sft.py has no such flag
+        if holdout not in env_bfcl.BLOCKS:
+            raise ValueError(f"--holdout is one of {', '.join(env_bfcl.BLOCKS)}, not {holdout!r}")
+        tasks = [t for t in tasks if t.index not in env_bfcl.BLOCKS[holdout]]
     if config.train_tasks:
         tasks = sorted(tasks, key=lambda t: (len(env_bfcl.system_prompt(t)), env_bfcl.system_prompt(t), t.index))[: config.train_tasks]
     return tasks
