@@ -43,6 +43,7 @@ import rollout as ro  # noqa: E402 - sets what vLLM and OpenMP read at import
 import bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker as upstream_checker  # noqa: E402
 import bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils as upstream_utils  # noqa: E402
 import mpmath  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -1083,6 +1084,13 @@ def test_infrastructure_failures_end_one_trajectory_only(tokenizer):
     assert [t.group for t in trajectories] == [0, 0, 0, 1, 1]
 
 
+def test_three_failures_of_one_kind_stop_the_run_with_the_traceback(tokenizer):
+    with pytest.raises(RuntimeError, match="step is broken"):
+        rollout(Scripted(tokenizer, [GOOD] * 4), tokenizer, [Broken(SMALL[0]) for _ in range(4)])
+    envs = [Broken(SMALL[0]), BFCLEnv(SMALL[0]), Broken(SMALL[0])]
+    assert [t.finish for t in rollout(Scripted(tokenizer, [GOOD] * 3), tokenizer, envs)] == ["infra", "done", "infra"]
+
+
 def test_malformed_calls_are_observations_and_counted(tokenizer):
     """Case 22, through the loop: nothing raises, the episode goes on."""
     bad = '<tool_call>\n{"name": "ls", "arguments": {\n</tool_call>'
@@ -1180,7 +1188,6 @@ def test_evaluation_resumes_and_upstreams_checker_agrees_with_its_result_files(t
         lines = f.read().splitlines(keepends=True)
         assert 0 < len(lines) < len(tasks)
         f.truncate(sum(map(len, lines)) - 50)
-    played = []
     engine = Oracle(tokenizer, tasks, texts)
     records = ro.evaluate(engine, tokenizer, tasks, path)
     assert len(engine.left) == len(tasks) - len(lines) + 1 and engine.temperature == 0.7
@@ -1206,6 +1213,15 @@ def test_evaluation_resumes_and_upstreams_checker_agrees_with_its_result_files(t
     assert len(verdicts) == len(tasks) and len(tasks) / 4 < sum(verdicts) < len(tasks)
 
 
+def test_evaluation_with_several_samples(sharp, tokenizer, tmp_path):
+    engine, path = ro.make_engine("hf", sharp, tokenizer, temperature=0.3), str(tmp_path / "e.jsonl")
+    settings = dict(samples=3, temperature=1.0, seed=1, max_action=8)
+    records = ro.evaluate(engine, tokenizer, SMALL[:2], path, **settings)
+    assert [(r["task_id"], r["sample"]) for r in records] == [(f"small_{t}", k) for t in range(2) for k in range(3)]
+    assert len({tuple(r["ids"]) for r in records}) == 6 and engine.temperature == 0.3 and len(open(path).readlines()) == 6
+    assert ro.evaluate(engine, tokenizer, SMALL[:2], path, **settings) == records and len(open(path).readlines()) == 6
+
+
 def test_summary_counts_what_it_says():
     def record(category, index, won, finish="done", infra=None):
         return {"category": category, "index": index, "finish": finish, "infra_error": infra, "reward": {"official": won, "strict": won * 0.0}}
@@ -1226,10 +1242,13 @@ def test_summary_counts_what_it_says():
 # =====================================================================================================================
 # rollout.py: the engines
 
+VOCAB = 4096    # entries of the tiny tokenizer
+
+
 def plain_logprobs(model, ids, temperature=1.0):
-    """transformers' own forward: log-probabilities of ids[1:]."""
+    """transformers' own forward: log-probabilities of ids[1:] among the tokens that the tokenizer has."""
     model.set_attn_implementation("sdpa")
-    logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :-1].float() / temperature      # [T-1, V]
+    logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[0, :-1, :VOCAB].float() / temperature      # [T-1, V]
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:], device=model.device)[:, None])[:, 0]
 
 
@@ -1245,6 +1264,19 @@ def sharp(tiny, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("models") / "sharp")
     model.save_pretrained(path)
     ro.AutoTokenizer.from_pretrained(tiny).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def padded(sharp, tmp_path_factory):
+    """That model with 64 rows in its embedding that no token uses, and that would be sampled all the time if they could."""
+    model = AutoModelForCausalLM.from_pretrained(sharp)
+    model.resize_token_embeddings(VOCAB + 64, mean_resizing=False)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[VOCAB:] *= 8 / model.model.embed_tokens.weight[VOCAB:].std()
+    path = str(tmp_path_factory.mktemp("models") / "padded")
+    model.save_pretrained(path)
+    ro.AutoTokenizer.from_pretrained(sharp).save_pretrained(path)
     return path
 
 
@@ -1363,12 +1395,38 @@ def test_hf_engine_follows_the_weights_and_drops_its_caches(sharp):
 
 def test_hf_engine_plays_a_group_with_distinct_samples_and_the_same_seed_again(sharp, tokenizer):
     """Case 21; and a CPU run is reproducible."""
-    played = []
     for seed in (1, 1, 2):
         engine = HFEngine(sharp, chat_glue(tokenizer).stop, seed=seed)
         played.append(rollout(engine, tokenizer, [BFCLEnv(SMALL[0]) for _ in range(8)], max_action=8, max_response=40))
     assert [t.ids for t in played[0]] == [t.ids for t in played[1]] and [t.logp for t in played[0]] == [t.logp for t in played[1]]
     assert len({tuple(t.ids) for t in played[0]}) == 8 and not {tuple(t.ids) for t in played[0]} & {tuple(t.ids) for t in played[2]}
+
+
+def test_rows_without_a_token_are_neither_sampled_nor_in_the_softmax(padded, tokenizer):
+    """Qwen's embedding has 271 more rows than its tokenizer has tokens. The control: without the bound they are sampled."""
+    model, requests = AutoModelForCausalLM.from_pretrained(padded), prompts_for(6)
+    assert len(tokenizer) == VOCAB < model.config.vocab_size
+    done = run_engine(ro.make_engine("hf", padded, tokenizer), requests)
+    assert all(i < VOCAB for ids, _, _ in done.values() for i in ids)
+    assert_agrees(model, requests, done, 1.0)
+    unbound = run_engine(HFEngine(padded, stop=[4095]), requests)
+    assert any(i >= VOCAB for ids, _, _ in unbound.values() for i in ids)
+    trajectories = as_trajectories(requests, done)
+    row, = grpo.pack(trajectories)
+    learner = grpo.make_learner(padded, tokenizer)
+    with torch.no_grad():
+        logp, _ = grpo.packed_logprobs(learner.model, row)
+    assert (logp - torch.tensor([trajectories[i].logp[p] for i, p in row.trained])).abs().max() < 1e-4
+
+
+def as_trajectories(requests, done):
+    """Requests and what the engine said, as trajectories."""
+    out = []
+    for k, prompt in requests.items():
+        t = Trajectory(f"r{k}", 0, list(prompt), [0] * len(prompt), [0.0] * len(prompt), len(prompt))
+        t.extend(done[k][0], done[k][1])
+        out.append(t)
+    return out
 
 
 def test_an_engine_that_does_not_exist_is_refused(tiny, tokenizer):
@@ -1862,6 +1920,7 @@ def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny,
     assert metrics["reward"] == 0.25 and metrics["success/official"] == 0.25 and metrics["finish/done"] == 1
     assert (metrics["groups_kept"], metrics["groups_flat"], metrics["updates"]) == (1, 1, 1)
     assert metrics["structure/call"] == pytest.approx(10 / 26) and metrics["structure/response"] == pytest.approx(16 / 26) and metrics["lr"] == 5e-4
+    assert metrics["structure_by_turn"] == [[0.2, 0.8, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]] and metrics["structure/repeated"] == 0
     assert metrics["checklist"]["KL to the reference"] == {"value": 0.0, "pass": True}
     assert not metrics["checklist"]["mean |engine - trainer|"]["pass"]      # scripted log-probabilities are nobody's
     before, after = AutoModelForCausalLM.from_pretrained(tiny), learner.model
@@ -1870,10 +1929,53 @@ def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny,
         first = [slice(t.prompt_len - 1, t.prompt_len - 1 + len(engine.said[i][0][0])) for i, t in enumerate(trajectories[:2])]
         change = [float((plain_logprobs(after, t.ids) - plain_logprobs(before, t.ids))[s].mean()) for t, s in zip(trajectories, first)]
     assert change[0] > 0.02 and change[1] < -0.02
-    pushes = len(engine.pushed)
-    flat = Scripted(tokenizer, [bad] * 8)
-    metrics, _ = grpo.grpo_step(learner, flat, tokenizer, SMALL[:2], 1, 1, config)
-    assert metrics["updates"] == 0 and "checklist" not in metrics and metrics["lr"] == 1e-3 and len(engine.pushed) == pushes
+    before = state_of(learner)
+    metrics, _ = grpo.grpo_step(learner, Scripted(tokenizer, [bad] * 8), tokenizer, SMALL[:2], 1, 1, config)
+    assert metrics["updates"] == 0 and "checklist" not in metrics and metrics["lr"] == 1e-3 and same_bits(state_of(learner), before)
+
+
+def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, tmp_path):
+    config = grpo.GRPOConfig(prompts=2, n=4, mini_batch=1, lr=1e-3, warmup=1, load_rollouts=str(tmp_path), decode_feedback="none")
+    ends = []
+    for replay in (False, True):
+        learner = grpo.make_learner(tiny, tokenizer)
+        grpo.set_optimizer(learner, 1e-3)
+        if replay:
+            (step, metrics), = grpo.replay(learner, tokenizer, config)
+            assert step == 0
+        else:
+            engine = Scripted(tokenizer, [GOOD, ["No.", "No."], GOOD, [([], "error", 1)], ["No.", "No."], GOOD, GOOD, ["No.", "No."]])
+            metrics, trajectories = grpo.grpo_step(learner, engine, tokenizer, [SMALL[0], SMALL[0]], 0, 0, config)
+            ro.save_trajectories(str(tmp_path / "000000.0.jsonl"), trajectories, [SMALL[0]] * 8)
+        ends.append((state_of(learner), metrics))
+    assert same_bits(ends[0][0], ends[1][0]) and ends[0][1]["updates"] == 2
+    for key in ("reward", "updates", "grad_norm", "pg_loss", "entropy", "infra", "structure/call"):
+        assert ends[0][1][key] == ends[1][1][key], key
+
+
+def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sharp, tokenizer):
+    """What the collapse alarm watches, by plain forwards."""
+    action = tokenizer(MKDIR + "<|im_end|>").input_ids
+    trajectories, _ = play_scripted(tokenizer, [[action, "Done.", tokenizer(LS + "<|im_end|>").input_ids, "Done."], ["No.", "No."]])
+    watch = grpo.watch_ids(tokenizer)
+    assert tokenizer.decode([watch["<tool_call>"], watch["</tool_call>"], watch["<|im_end|>"]]) == "<tool_call></tool_call><|im_end|>"
+    learner = recording(sharp)
+    metrics = grpo.update(learner, trajectories, [1.0, -1.0], config_for_update(), watch)
+    model = AutoModelForCausalLM.from_pretrained(sharp)
+    where = {"first": [], "after_open": [], "close": [], "end": []}
+    for i, t in enumerate(trajectories):
+        for p, m in enumerate(t.mask):
+            if m:
+                where["first"] += [(i, p)] * (not t.mask[p - 1])
+                where["after_open"] += [(i, p)] * (t.ids[p - 2] == watch["<tool_call>"] and t.mask[p - 2] == 1)
+                where["close"] += [(i, p)] * (t.ids[p] == watch["</tool_call>"])
+                where["end"] += [(i, p)] * (t.ids[p] == watch["<|im_end|>"])
+    assert {k: len(v) for k, v in where.items()} == {"first": 6, "after_open": 2, "close": 2, "end": 6}
+    with torch.no_grad():
+        for slot, places in where.items():
+            p = torch.stack([model(torch.tensor([trajectories[i].ids[:p]])).logits[0, -1].softmax(-1) for i, p in places]).mean(0)
+            for name, token in watch.items():
+                assert metrics[f"control/{slot}/{name}"] == pytest.approx(float(p[token]), rel=1e-3, abs=1e-7), (slot, name)
 
 
 def test_an_infrastructure_failure_is_not_a_failure_of_the_task(tiny, tokenizer):
@@ -2102,6 +2204,23 @@ def test_other_peoples_chats_become_the_same_ids(tokenizer, tmp_path):
         sft.encode_chat(tokenizer, chats[0][:2], "a")
 
 
+def test_untrained_tag_rows_are_reported_and_initialised(padded, tokenizer, capsys):
+    """Qwen2.5-Coder's <tool_call> rows equal the unused ones: no small learning rate gets it to emit them."""
+    model = AutoModelForCausalLM.from_pretrained(padded)
+    rows, tag, = model.get_input_embeddings().weight, tokenizer.convert_tokens_to_ids("<tool_call>")
+    sft.check_tags(model, tokenizer)
+    assert "never trained" not in "".join(capsys.readouterr())
+    with torch.no_grad():
+        rows[tag] = rows[VOCAB]
+    before = rows.detach().clone()
+    sft.check_tags(model, tokenizer)
+    assert "<tool_call> was never trained" in "".join(capsys.readouterr()) and torch.equal(rows, before)
+    sft.check_tags(model, tokenizer, init=True)
+    assert rows[tag].norm().item() == pytest.approx(before[:VOCAB].norm(dim=1).mean().item(), rel=1e-4)
+    others = torch.arange(len(rows)) != tag
+    assert torch.equal(rows[others], before[others]) and not torch.equal(rows[tag], before[tag])
+
+
 def test_rule_made_reflections_hold_valid_calls(tokenizer):
     """PRS without a teacher: deterministic, every call valid for the task's tools, only the assistant trained."""
     tasks = env_bfcl.load_tasks("train")[::37]
@@ -2311,6 +2430,49 @@ def test_after_an_sft_phase_the_engine_has_the_trainers_weights_and_the_referenc
     assert "no task failed" in open(tmp_path / "metrics.jsonl").read()
 
 
+def history_of(n, **series):
+    """n steps of a healthy run; `series` are functions of the step in place of a metric."""
+    rng = random.Random(0)
+    base = {"unhealthy": lambda k: 0.05 + 0.02 * rng.random(), "control/first/<|im_end|>": lambda k: 1e-4, "control/after_open/<|im_end|>": lambda k: 1e-5,
+            "finish/length": lambda k: 0.01 * rng.random(), "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random()}
+    return [{name: f(k) for name, f in (base | series).items()} for k in range(n)]
+
+
+def test_the_alarm_fires_before_the_reward_is_gone_and_not_in_a_healthy_run():
+    """Public reports: rllm-org/rllm#368, Search-R1#188: collapse at step 270-300 that nobody's log announced."""
+    assert not any(interleave.alarm(history_of(n)) for n in range(0, 200, 7))
+    collapse = lambda k: 1 / (1 + math.exp(-(k - 60) / 3))      # half of the messages at step 60; the reward is lost with them
+    for name in ("unhealthy", "control/first/<|im_end|>", "control/after_open/<|im_end|>", "finish/length"):
+        first = next(n for n in range(100) if interleave.alarm(history_of(n, **{name: collapse})))
+        assert 40 < first <= 60 and interleave.alarm(history_of(first, **{name: collapse})).startswith(name)
+    jump = lambda k: 1e-4 * k + (0.5 if k >= 50 else 0.0)
+    assert not interleave.alarm(history_of(51, kl=jump)) and interleave.alarm(history_of(52, kl=jump)).startswith("kl")     # two steps, not one
+    assert not interleave.alarm(history_of(11, unhealthy=lambda k: float(k > 8)))       # too early to know what healthy is
+
+
+def test_an_alarm_goes_back_to_healthy_weights_and_sets_an_sft_phase_in(tiny, tokenizer, tmp_path):
+    run = make_run(tiny, tmp_path, HFEngine(tiny, chat_glue(tokenizer).stop), schedule="adaptive", rounds="20,20")
+    assert run.state["plan"] == [("rl 1", "rl", 40)]
+    run.state["plan"] = [list(p) for p in run.state["plan"]]
+    healthy = {n: p.detach().clone() for n, p in run.learner.model.named_parameters()}
+    run.state |= {"step": 10, "step_in_phase": 10}
+    interleave.remember_healthy(run)
+    with torch.no_grad():
+        for p in run.learner.model.parameters():
+            p.add_(0.01)
+    run.state |= {"step": 15, "step_in_phase": 15}
+    interleave.remember_healthy(run)        # too new: it may hold the steps that rang
+    interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 40), "unhealthy 0.5 > 0.1")
+    assert [list(p) for p in run.state["plan"]] == [["rl 1", "rl", 15], ["ets 1", "ets", 0], ["rl 2", "rl", 25]]
+    assert same_bits(healthy, {n: p.detach() for n, p in run.learner.model.named_parameters()})
+    assert run.engine.checksum() == pytest.approx(ro.weight_sums(run.learner.model.parameters()))
+    run.config.stop_on_collapse = True
+    with pytest.raises(SystemExit, match="stopped on collapse at step 15"):
+        interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 40), "unhealthy")
+    events = [json.loads(x)["event"] for x in open(tmp_path / "metrics.jsonl")]
+    assert events == ["alarm", "rollback", "alarm"]
+
+
 def checkpointed(tiny, out, n=3):
     run = make_run(tiny, out)
     grpo.set_optimizer(run.learner, 1e-3)
@@ -2414,7 +2576,7 @@ SMALL_RUN = ("--signal prs --rounds 3,2 --sft_start 60 --sft_stop_accuracy 0.95 
 
 def start_run(tiny, out):
     return subprocess.Popen([sys.executable, "-c", "import test_smoke; test_smoke.small_main()", "--model", tiny, "--out", str(out), *SMALL_RUN],
-                            cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                            cwd=HERE, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def metrics_of(out):
@@ -2493,8 +2655,8 @@ cpu_vllm = pytest.mark.skipif(not VLLM or GPU, reason="needs vLLM's CPU build (t
 
 
 @pytest.fixture(scope="session")
-def vllm_engine(sharp, tokenizer):
-    engine = ro.make_engine("vllm", sharp, tokenizer, max_model_len=2048, kv_gib=1.0)
+def vllm_engine(padded, tokenizer):
+    engine = ro.make_engine("vllm", padded, tokenizer, max_model_len=2048, kv_gib=1.0)
     yield engine
     engine.close()
 
@@ -2506,9 +2668,9 @@ def settings_of(engine, temperature=1.0, seed=0):
 
 @cpu_vllm
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_vllm_logprobs_equal_the_plain_forward(vllm_engine, sharp, temperature):
+def test_vllm_logprobs_equal_the_plain_forward(vllm_engine, padded, temperature):
     """Case 12."""
-    model, requests = AutoModelForCausalLM.from_pretrained(sharp), prompts_for(6, length=300, shared=250)
+    model, requests = AutoModelForCausalLM.from_pretrained(padded), prompts_for(6, length=300, shared=250)
     vllm_engine.load_weights(model.named_parameters())
     done = run_engine(settings_of(vllm_engine, temperature, 3), requests)
     assert_agrees(model, requests, done, temperature)
@@ -2518,15 +2680,15 @@ def test_vllm_logprobs_equal_the_plain_forward(vllm_engine, sharp, temperature):
 
 
 @cpu_vllm
-def test_vllm_greedy_equals_hf_engine_and_stops_at_the_end_token(vllm_engine, sharp, tokenizer):
+def test_vllm_greedy_equals_hf_engine_and_stops_at_the_end_token(vllm_engine, padded, tokenizer):
     requests = prompts_for(4, length=120)
-    vllm_engine.load_weights(AutoModelForCausalLM.from_pretrained(sharp).named_parameters())
+    vllm_engine.load_weights(AutoModelForCausalLM.from_pretrained(padded).named_parameters())
     done = run_engine(settings_of(vllm_engine, 0.0), requests)
-    expected = run_engine(HFEngine(sharp, chat_glue(tokenizer).stop, temperature=0.0), requests)
+    expected = run_engine(ro.make_engine("hf", padded, tokenizer, temperature=0.0), requests)
     for k in requests:
         assert done[k][0] == expected[k][0] and done[k][2] == expected[k][2]
     # A head that says the end token whatever the context: it comes with the ids, and ends the message.
-    model = AutoModelForCausalLM.from_pretrained(sharp)
+    model = AutoModelForCausalLM.from_pretrained(padded)
     with torch.no_grad():
         hidden = model.model(torch.tensor([requests[0]])).last_hidden_state[0, -1]
         model.lm_head.weight[tokenizer.eos_token_id] = hidden * 100
@@ -2536,12 +2698,12 @@ def test_vllm_greedy_equals_hf_engine_and_stops_at_the_end_token(vllm_engine, sh
 
 
 @cpu_vllm
-def test_vllm_follows_pushed_weights_and_drops_its_prefix_cache(vllm_engine, sharp):
+def test_vllm_follows_pushed_weights_and_drops_its_prefix_cache(vllm_engine, padded):
     """Cases 13, 14, 15: a tied head, other weights, long shared prompts; equal to a plain forward, which has no cache."""
     requests = prompts_for(4, length=700, shared=650)
-    old, new = AutoModelForCausalLM.from_pretrained(sharp), other_weights(sharp)
+    old, new = AutoModelForCausalLM.from_pretrained(padded), other_weights(padded)
     assert old.config.tie_word_embeddings
-    embedding = AutoModelForCausalLM.from_pretrained(sharp)
+    embedding = AutoModelForCausalLM.from_pretrained(padded)
     with torch.no_grad():
         embedding.model.embed_tokens.weight.add_(torch.randn(embedding.model.embed_tokens.weight.shape) * 0.05)
     settings_of(vllm_engine)
@@ -2555,9 +2717,9 @@ def test_vllm_follows_pushed_weights_and_drops_its_prefix_cache(vllm_engine, sha
 
 
 @cpu_vllm
-def test_vllm_refuses_to_keep_a_prefix_cache_over_a_push(vllm_engine, sharp):
+def test_vllm_refuses_to_keep_a_prefix_cache_over_a_push(vllm_engine, padded):
     """vllm-project/vllm#9744: reset_prefix_cache refuses while a request runs, and says so only by its return value."""
-    model = AutoModelForCausalLM.from_pretrained(sharp)
+    model = AutoModelForCausalLM.from_pretrained(padded)
     settings_of(vllm_engine).add(0, prompts_for(1, length=200)[0], 20)
     assert vllm_engine.step() == []
     with pytest.raises(RuntimeError, match="prefix cache"):
@@ -2568,13 +2730,13 @@ def test_vllm_refuses_to_keep_a_prefix_cache_over_a_push(vllm_engine, sharp):
 
 
 @cpu_vllm
-def test_vllm_plays_trains_and_plays_again_on_the_new_weights(vllm_engine, sharp, tokenizer):
+def test_vllm_plays_trains_and_plays_again_on_the_new_weights(vllm_engine, padded, tokenizer):
     """One rollout through the real environment, an update, a push, a second rollout: its log-probabilities are the trained
     model's, in the packed forward (case 13)."""
-    learner = grpo.make_learner(sharp)
+    learner = grpo.make_learner(padded, tokenizer)
+    before = copy.deepcopy(learner.model)
     grpo.set_optimizer(learner, 3e-3)
     vllm_engine.load_weights(learner.model.named_parameters())
-    config = grpo.GRPOConfig(temperature=0.8)
     for round_ in range(2):
         envs = [BFCLEnv(t) for t in SMALL[:2] for _ in range(4)]
         trajectories = rollout(settings_of(vllm_engine, 0.8, round_), tokenizer, envs, groups=[k // 4 for k in range(8)], max_action=12, max_response=60)
@@ -2583,13 +2745,12 @@ def test_vllm_plays_trains_and_plays_again_on_the_new_weights(vllm_engine, sharp
         row, = grpo.pack(trajectories)
         with torch.no_grad():
             logp, _ = grpo.packed_logprobs(learner.model, row, 0.8)
-            stale, _ = grpo.packed_logprobs(AutoModelForCausalLM.from_pretrained(sharp), row, 0.8)
+            stale, _ = grpo.packed_logprobs(before, row, 0.8)
         said = torch.tensor([trajectories[i].logp[p] for i, p in row.trained])
         assert (logp - said).abs().max() < 1e-3 and ((stale - said).abs().mean() > 0.05) == (round_ == 1)
         metrics = grpo.update(learner, trajectories, [1.0, -1.0] * 4, dataclasses.replace(config_for_update(), temperature=0.8))
         assert metrics["engine_gap"] < 1e-4 and metrics["updates"] == 1
         vllm_engine.load_weights(learner.model.named_parameters())
-    assert config.temperature == 0.8
 
 
 # --- on a GPU
@@ -2619,15 +2780,6 @@ def gpu_learner(path):
     learner = grpo.make_learner(path)
     learner.model.cuda()
     return learner
-
-
-def as_trajectories(requests, done):
-    out = []
-    for k, prompt in requests.items():
-        t = Trajectory(f"r{k}", 0, list(prompt), [0] * len(prompt), [0.0] * len(prompt), len(prompt))
-        t.extend(done[k][0], done[k][1])
-        out.append(t)
-    return out
 
 
 def gpu_gap(learner, requests, done, temperature=1.0):
@@ -2702,3 +2854,204 @@ def test_gpu_packed_bf16_is_as_close_as_plain_bf16(gpu_model):
 def separate_on(model, trajectories):
     with torch.no_grad():
         return {(i, p): x for i, t in enumerate(trajectories) for p, x in enumerate(plain_logprobs(model, t.ids).double(), 1) if t.mask[p]}
+
+
+# =====================================================================================================================
+# tools/plot.py: figures and report of synthetic runs
+
+PLOT = os.path.join(HERE, "tools", "plot.py")
+PLOT_HOSTILE = "</script><img src=x onerror=document.title='pwned'>"
+
+
+def plot(*args):
+    return subprocess.run([sys.executable, PLOT, *map(str, args)], capture_output=True, text=True)
+
+
+def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer=False, **flags):
+    """A run directory in the shape of interleave.py's: SFT start, two rounds of GRPO with an SFT phase between, a collapse."""
+    rng = random.Random(seed)
+    os.makedirs(folder / "rollouts")
+    lines = [{"kind": "config", "seed": seed, "lr": 1e-6, "model": "none", "out": str(folder), "note": PLOT_HOSTILE, **flags}]
+
+    def evaluate(phase, step, name, rate):
+        for split, n in (("train", 100), ("test", 100)):
+            table = {}
+            for category in ("base", "miss_func", "miss_param", "all"):
+                for score in ("official", "strict", "official without defective"):
+                    k = int(n * rate * rng.uniform(0.8, 1.1) * (0.8 if score == "strict" else 1))
+                    table[f"{category} {score}"] = [k, n, k / n, max(k / n - 0.09, 0), min(k / n + 0.09, 1)]
+            lines.append({"kind": "eval", "phase": phase, "step": step, "name": name, "split": split, "table": table})
+
+    def sft(phase, step, name, n):
+        lines.append({"kind": "event", "event": "phase", "phase": phase, "name": name, "step": step})
+        lines.extend({"kind": "sft", "phase": phase, "step": step, "sft_step": i, "loss": 2 * math.exp(-i / 8) + 0.1 * rng.random(),
+                      "token_accuracy": 1 - 0.8 * math.exp(-i / 8), "lr": 1e-5, "grad_norm": 1.0} for i in range(n))
+        evaluate(phase, step, name, 0.2 if phase == 0 else 0.3)
+
+    evaluate(0, 0, "start", 0.05)
+    sft(0, 0, "sft start", 25)
+    step, border = 0, rounds[0]
+    for r, n in enumerate(rounds):
+        lines.append({"kind": "event", "event": "phase", "phase": 1 + 2 * r, "name": f"rl {r + 1}", "step": step})
+        for i in range(n):
+            bad = 1 / (1 + math.exp(-(step - 0.85 * steps) / 0.8)) if collapse else 0.0
+            up = min(0.2 + 0.4 * step / steps + 0.03 * rng.gauss(0, 1), 0.9) * (1 - bad)
+            line = {"kind": "grpo", "phase": 1 + 2 * r, "step": step, "reward": up, "success/official": up, "success/strict": 0.85 * up,
+                    "success/per_turn": min(up + 0.2, 1), "structure/call": 0.6 * (1 - bad), "structure/response": 0.35 * (1 - bad),
+                    "structure/polluted": 0.05 * (1 - bad) + 0.3 * bad, "structure/collapsed": 0.7 * bad, "kl": 1e-4 * step + 0.5 * bad,
+                    "entropy": 0.4 - 0.005 * step + 0.02 * rng.random(), "engine_gap": 0.002 * rng.uniform(0.8, 1.2), "grad_norm": rng.uniform(0.3, 0.6),
+                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "lr": 1e-6, "surprise": {"a": [1]},
+                    "time/engine_s": 20 + rng.random(), "time/env_s": 1.0, "time/reward_s": 0.5, "time/rollout_s": 23.0, "time/update_s": 12 + rng.random(),
+                    "time/push_s": 0.6}
+            for slot in ("first", "after_open"):
+                line |= {f"control/{slot}/<tool_call>": 0.6 * (1 - bad) + 1e-3, f"control/{slot}/<|im_end|>": 1e-4 * math.exp(0.1 * step) + 0.9 * bad,
+                         f'control/{slot}/{{"': 0.95 * (1 - bad) + 1e-4 if slot == "after_open" else 1e-5, f"control/{slot}/</tool_call>": 0.0}
+            if i == 0:
+                line["checklist"] = {"mean |engine - trainer|": {"value": 0.00123, "pass": True}, "KL to the reference": {"value": 0.5, "pass": False}}
+            if step == 4:   # a step whose groups were all flat
+                line |= {"trained_tokens": 0, "kl": 0.0, "entropy": 0.0, "engine_gap": 0.0}
+            if step == 7:
+                del line["entropy"], line["structure/call"]
+            if step != 9:
+                lines.append(line)
+                plot_rollouts(folder / "rollouts" / f"{step:06d}.0.jsonl", rng, step, bad)
+            step += 1
+        evaluate(1 + 2 * r, step, f"rl {r + 1}", 0.45 if r == 0 else 0.05 if collapse else 0.55)
+        if r + 1 < len(rounds):
+            sft(2 + 2 * r, step, f"ets {r + 1}", 10)
+    if collapse:
+        lines.append({"kind": "event", "event": "alarm", "step": int(0.83 * steps), "why": "polluted share 0.31: " + PLOT_HOSTILE})
+    lines.append({"kind": "from a later version", "step": "x"})
+    with open(folder / "metrics.jsonl", "w") as f:
+        f.write("".join(json.dumps(x) + "\n" for x in lines) + '{"kind": "grpo", "step": 99, "rew')
+    if tokenizer:
+        plot_tokenizer(folder / "model")
+    return folder
+
+
+def plot_tokenizer(folder):
+    """Bytes as tokens (ids 0..255) and the chat tokens, in a tokenizer.json."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    order = [c for _, c in sorted(plot_bytes().items())]
+    bpe = Tokenizer(models.BPE({c: i for i, c in enumerate(order)}, []))
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")])
+    os.makedirs(folder)
+    bpe.save(str(folder / "tokenizer.json"))
+
+
+def plot_bytes():
+    """GPT-2's byte -> printable character."""
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return {b: chr(b) for b in keep} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in keep)}
+
+
+def plot_encode(text):
+    return [i for part in re.split(r"(<\|im_start\|>|<\|im_end\|>)", text)
+            for i in ([256] if part == "<|im_start|>" else [257] if part == "<|im_end|>" else part.encode())]
+
+
+def plot_rollouts(path, rng, step, bad, n=8):
+    """Records in the shape of rollout.save_trajectories: two samples of a task, the prompt with the first."""
+    with open(path, "w") as f:
+        for i in range(n):
+            collapsed, won = rng.random() < bad, rng.random() < 0.5
+            texts = ['<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call><|im_end|>', f"Done. {PLOT_HOSTILE}<|im_end|>", "All is well.<|im_end|>"]
+            if collapsed:
+                texts = ["<tool_call><|im_end|>", '<tool_call>\n{"name": ', "<|im_end|>"]
+            prompt = "<|im_start|>system\n" + "docs " * 100 + f"{PLOT_HOSTILE}<|im_end|>\n<|im_start|>user\nShow files.<|im_end|>\n<|im_start|>assistant\n"
+            after = ["\n<|im_start|>user\n<tool_response>\n" + PLOT_HOSTILE + "\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+                     "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n", ""]
+            ids = plot_encode(prompt)
+            prompt_len, mask, logp = len(ids), [0] * len(ids), [0.0] * len(ids)
+            for text, glue in zip(texts, after):
+                a, b = plot_encode(text), plot_encode(glue)
+                ids, mask = ids + a + b, mask + [1] * len(a) + [0] * len(b)
+                logp += [-rng.expovariate(3) for _ in a] + [0.0] * len(b)
+            infra = i == 1
+            reward = {"official": float(won), "strict": 0.0, "per_turn": [True, won], "error": None}
+            f.write(json.dumps({
+                "task_id": f"multi_turn_base_{i // 2}", "group": i // 2, "ids": ids[prompt_len:], "mask": mask[prompt_len:], "logp": logp[prompt_len:],
+                "prompt_ids": None if i % 2 else ids[:prompt_len], "prompt_len": prompt_len, "texts": texts,
+                "finish": "infra" if infra else "length" if collapsed else "done", "infra_error": f"Traceback {PLOT_HOSTILE}" if infra else None,
+                "turns": [0, 0, 1], "feedback": {}, "refused": 0, "category": "base", "index": i, "reward": None if infra else reward,
+                "calls": [[{"name": "ls", "arguments": {}}], []]}) + "\n")
+        f.write('{"task_id": "half')
+
+
+def not_blank(path):
+    import matplotlib.image
+    image = matplotlib.image.imread(path)
+    return image.shape[0] > 200 and image[..., :3].std() > 0.02
+
+
+def dump_dom(url, profile):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no chromium here (Debian: apt-get install chromium)")
+    return subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+                           "--disable-component-update", "--disable-sync", f"--user-data-dir={profile}", "--dump-dom", url],
+                          capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="session")
+def plotted(tmp_path_factory):
+    run = plot_run(tmp_path_factory.mktemp("plot") / "run", tokenizer=True)
+    done = plot(run, "--max_trajectories", 40)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return run
+
+
+def test_plot_figures_and_numbers(plotted):
+    for name in ("overview", "reward", "structure", "control", "kl_entropy", "categories", "times"):
+        assert not_blank(plotted / f"{name}.png"), name
+    page = (plotted / "report.html").read_text()
+    table = next(x for x in map(json.loads, open(plotted / "metrics.jsonl").read().splitlines()[:-1])
+                 if x["kind"] == "eval" and x["name"] == "ets 1" and x["split"] == "test")["table"]
+    for k, n, rate, low, high in table.values():
+        assert f"{k}/{n} = {100 * rate:.1f} % [{100 * low:.1f}, {100 * high:.1f}]" in page
+    assert "0.00123" in page and "class=bad>FAIL" in page and "polluted share 0.31" in page and page.count("data:image/png;base64,") == 7
+    assert PLOT_HOSTILE not in page and "<img src=x" not in page and page.count("</script>") == 2
+    assert not re.search(r'(?:src|href)="(?!data:)', page)      # nothing is loaded from anywhere
+
+
+def test_plot_gaps(plotted):
+    spec = importlib.util.spec_from_file_location("plot", PLOT)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    group, = module.group_runs([module.read_run(str(plotted))], None)
+    gaps = {key: [int(s) for s in np.flatnonzero(module.series(group, key)[1].mask[0])] for key in ("kl", "entropy", "reward", "structure/call")}
+    assert gaps == {"kl": [4, 9], "entropy": [4, 7, 9], "reward": [9], "structure/call": [7, 9]}     # 4: every group was flat
+
+
+def test_plot_trajectories_are_spread_and_limited(plotted):
+    data = json.loads(re.search(r'id="data">(.*?)</script>', (plotted / "report.html").read_text(), re.S)[1])
+    steps = [int(re.search(r"step (\d+)", r["where"])[1]) for r in data["records"]]
+    assert 30 < len(steps) <= 40 and min(steps) == 0 and max(steps) == 19
+    for r in data["records"]:
+        assert len(r["ids"]) == len(r["logp"]) and r["spans"][1]["start"] == 300 and r["prompt"] > 300       # the prompt's tail only
+        assert [s["state"] for s in r["spans"] if s["sampled"]] in (["call", "polluted", "response"], ["collapsed", "polluted", "collapsed"],
+                                                                     ["call", "response", "response"])
+
+
+def test_plot_several_runs(plotted, tmp_path):
+    seeds = [plot_run(tmp_path / f"seed{s}", seed=s, collapse=False, lr=2e-6) for s in (1, 2)]
+    done = plot(plotted, *seeds, "--out", tmp_path / "both")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    page = (tmp_path / "both" / "report.html").read_text()
+    assert "seed1 (2 seeds)" in page and not_blank(tmp_path / "both" / "overview.png")
+
+
+@pytest.mark.parametrize("folder, word", [("none", "no such directory"), ("empty", "no metrics.jsonl"), ("started", "nothing to plot")])
+def test_plot_bad_input(folder, word, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "metrics.jsonl").write_text('{"kind": "config", "lr": 1}\n{"ki')
+    done = plot(tmp_path / folder)
+    assert done.returncode == 2 and word in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_plot_viewer_in_a_browser(plotted, tmp_path):
+    url = f"file://{plotted}/report.html"
+    dom = dump_dom(url + "#run%2F000019.0.jsonl%3A2", tmp_path / "profile")      # not the one that is shown first
+    assert 'class="state collapsed">collapsed<' in dom and "user turn 2" in dom and "Traceback &lt;/script&gt;" in dom and 'title="id 257, logp -' in dom
+    assert "<img src" not in dom.replace('<img alt', "") and "pwned" not in re.search("<title>(.*?)</title>", dom)[1]
