@@ -1395,6 +1395,7 @@ def test_hf_engine_follows_the_weights_and_drops_its_caches(sharp):
 
 def test_hf_engine_plays_a_group_with_distinct_samples_and_the_same_seed_again(sharp, tokenizer):
     """Case 21; and a CPU run is reproducible."""
+    played = []
     for seed in (1, 1, 2):
         engine = HFEngine(sharp, chat_glue(tokenizer).stop, seed=seed)
         played.append(rollout(engine, tokenizer, [BFCLEnv(SMALL[0]) for _ in range(8)], max_action=8, max_response=40))
@@ -2890,7 +2891,7 @@ def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer
 
     evaluate(0, 0, "start", 0.05)
     sft(0, 0, "sft start", 25)
-    step, border = 0, rounds[0]
+    step = 0
     for r, n in enumerate(rounds):
         lines.append({"kind": "event", "event": "phase", "phase": 1 + 2 * r, "name": f"rl {r + 1}", "step": step})
         for i in range(n):
