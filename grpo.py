@@ -699,9 +699,10 @@ def replay(learner, tokenizer, config):
     for step, path in enumerate(sorted(glob.glob(os.path.join(config.load_rollouts, "*.jsonl")))):
         trajectories, rewards = load_trajectories(path), collections.defaultdict(list)
         for t in trajectories:
-            rewards[t.group].append(rw.training_reward(t.reward, t.finish, config.reward))
+            if not t.infra_error:
+                rewards[t.group].append(rw.training_reward(t.reward, t.finish, config.reward))
         values = {g: iter(group_advantages(torch.tensor([r]))[0].tolist()) for g, r in rewards.items()}
-        adv = [next(values[t.group]) for t in trajectories]
+        adv = [0.0 if t.infra_error else next(values[t.group]) for t in trajectories]
         yield step, rollout_metrics(learner, trajectories, config) | update(learner, trajectories, adv, config, watch_ids(tokenizer), True)
 
 
