@@ -18,6 +18,7 @@ Deviations from the paper:
     python grpo.py --model DIR --steps 10 --prompts 8 --n 8 --mini_batch 8      # GRPO alone; interleave.py is the experiment
     python grpo.py --model DIR --load_rollouts runs/X/rollouts --reward strict  # the same update on saved trajectories
 """
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
 from rollout import (chat_glue, find_model, load_model, load_tokenizer, load_trajectories, make_engine, parse_flags,
                      rollout, strip_hint, weight_sums)
+import psutil
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -351,6 +353,30 @@ def set_reference(learner, path):
     learner.reference = load_model(path, torch.float32, learner.model.device).eval()
     learner.reference.set_attn_implementation("tree")
     learner.reference.real_vocab = learner.model.real_vocab
+
+
+def check_memory(learner, engine, config):
+    """ValueError in one line if a full row does not fit beside the engine: now, not hours later. On CUDA it is tried."""
+    n, advice = config.tokens_per_row, f"one packed row of {config.tokens_per_row} tokens does not fit into memory: lower --tokens_per_row or --kv_gib"
+    if learner.model.device.type != "cuda":
+        c = learner.model.config
+        need = n * c.num_hidden_layers * (12 * c.hidden_size + 3 * c.intermediate_size) * 4        # bytes of activations kept
+        if need > psutil.virtual_memory().available:
+            raise ValueError(f"{advice} (needs about {need / 2**30:.0f} GiB)")
+        return
+    if config.sleep and hasattr(engine, "sleep"):
+        engine.sleep()
+    trial = argparse.Namespace(ids=torch.randint(0, 1000, (n,)).tolist(), mask=[0] * (n - n // 4) + [1] * (n // 4), prompt_len=n - n // 4)
+    try:
+        with learner.autocast():
+            packed_logprobs(learner.model, pack([trial], n)[0])[0].mean().backward()
+    except torch.OutOfMemoryError as e:
+        raise ValueError(f"{advice} ({str(e).splitlines()[0][:150]})") from None
+    finally:
+        learner.model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        if config.sleep and hasattr(engine, "sleep"):
+            engine.wake()
 
 
 def across_ranks(learner, sums):
@@ -718,6 +744,7 @@ def main():
         engine = None if config.load_rollouts else make_engine(
             config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
         learner = make_learner(path, tokenizer, config.checkpointing, config.compile)
+        check_memory(learner, engine, config)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     set_optimizer(learner, config.lr, weight_decay=config.weight_decay)

@@ -9,7 +9,9 @@ Autograd through varlen_attn(return_aux=AuxRequest(lse=True)) does NOT work: its
 a word (torch 2.11 and 2.13). It isn't needed: flash backward computes P = exp(S - lse) and dS = P (dP - rowsum(dO O)), so
 given the MERGED output and lse, each partial call returns its exact share of dQ and the exact dK, dV of its keys.
 
-    python tree_attention_cuda.py           # CPU: exactness in float64; CUDA: also bf16 against SDPA in fp32, and times
+    python tools/bench_attention.py         # CPU: exactness in float64; CUDA: also bf16 against SDPA in fp32, and times
+
+Measured on an H200: results/bench_attention_h200.txt. grpo.py gathers the keys instead; results/LOG.md says why.
 """
 import torch
 import torch.nn.functional as F
