@@ -13,9 +13,9 @@ What to know about the numbers:
     strictly in the format that was asked for, with any text around the calls; a call in Qwen's format is then no call
     (`qwen_calls` counts such episodes). A list with one bad call is bad as a whole. Nothing is evaluated.
  2. A message without a readable call ends the user turn, as upstream: decode_feedback is "none" in every cell.
- 3. Single-turn sets are judged by bfcl-eval's ast_checker; the first possible answers of SELF fail there themselves.
- 4. Irrelevance: right is a finished message without a call and without a broken one. Upstream gives credit to broken and cut
-    ones too; they are counted as `undecodable`, so upstream's number is at most the sum of both.
+ 3. Single-turn sets are judged by bfcl-eval's ast_checker: one message, nothing is executed.
+ 4. Irrelevance: right is a finished message without a call, whole or broken. Upstream gives credit to broken and cut
+    calls too; they are counted as `undecodable`, so upstream's number is at most the sum of both.
  5. Intervals: Wilson where each task occurs once, else a bootstrap over tasks (the four categories are the same tasks, the
     three formats ask the same question). Where all outcomes agree a bootstrap has no width: Wilson over the tasks then.
 """
@@ -24,6 +24,7 @@ import ast
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ import sys
 import types
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from xml.sax.saxutils import unescape
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -46,7 +48,7 @@ sys.modules["bfcl_eval.constants.model_config"] = types.SimpleNamespace(
 from bfcl_eval.constants.enums import Language
 from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
 
-CALL_SETS, SETS = ("simple_python", "multiple", "parallel", "parallel_multiple"), ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+SETS = *CALL_SETS, _ = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
 env_bfcl.SHA256.update({
     "BFCL_v4_simple_python.json": "82dd63ba502eb2520c6b5d1d9a5c4b59", "possible_answer/BFCL_v4_simple_python.json": "90cd5bc653690ee8e459b5b3f3fc9458",
     "BFCL_v4_multiple.json": "aef168155ebd74b7ac2401198b201343", "possible_answer/BFCL_v4_multiple.json": "244e00ce9395df948bcafc7bee64e8f9",
@@ -68,15 +70,15 @@ One message may hold several calls. Their results come in the next message, in t
 HOW = {
     "python": "Call functions with a Python list of calls. Name every argument; values are Python literals. Example:\n"
               "[first_function(count=2, names=['a', 'b']), second_function(deep=True)]",
-    "xml": "Call a function with a <call> element that has one <arg> element per argument. Text stands there as it is (but write &lt; for < and "
-           "&amp; for &), any other value as JSON. Example:\n"
+    "xml": "Call a function with a <call> element that has one <arg> element per argument. Text stands there as it is (but &lt; for < and &amp; for &), "
+           "any other value as JSON. Example:\n"
            '<call name="first_function"><arg name="count">2</arg><arg name="names">["a", "b"]</arg></call>\n'
            '<call name="second_function"><arg name="deep">true</arg></call>',
     "json": "Call functions with a JSON list that has one object per call, without any tags. Example:\n"
             '[{"name": "first_function", "arguments": {"count": 2, "names": ["a", "b"]}}, {"name": "second_function", "arguments": {"deep": true}}]',
 }
 _OPENER = {"python": re.compile(r"\[\s*[A-Za-z_][\w.]{0,200}\s*\("), "xml": re.compile(r"<call\s"), "json": re.compile(r"\[\s*\{")}
-_STRING_OR_BRACKET = re.compile(r'"(?:\\.?|[^"\\])*(?:"|\Z)' r"|'(?:\\.?|[^'\\])*(?:'|\Z)" r"|[\[\](){}]", re.DOTALL)
+_STRING_OR_BRACKET = re.compile(r'"(?:\\.?|[^"\\])*(?:"|\Z)' r"|'(?:\\.?|[^'\\])*(?:'|\Z)" r"|[\[\](){}]", re.DOTALL)    # a string without an end: to the end
 _XML_CALL = re.compile(r'<call\s+name="([^"<>]{1,300})"\s*(?:/>|>(.*?)</call>)', re.DOTALL)
 _XML_ARG = re.compile(r'\s*<arg\s+name="([^"<>]{1,300})"\s*>(.*?)</arg>\s*', re.DOTALL)
 _QUOTES = {"&quot;": '"', "&apos;": "'"}
@@ -93,7 +95,7 @@ def parse(form, text, docs=()):
     >>> parse("json", '[{"name": "ls", "arguments": {}}]'), parse("json", '[{"name": "ls", "arg')
     (([Call(name='ls', arguments={})], []), ([], ['unclosed <tool_call>']))
     """
-    text = text.rpartition(THINK_END)[2]
+    text = text.rpartition(THINK_END)[2][:MAX_CALL_CHARS]
     calls, errors, end = [], [], 0
     while opened := _OPENER[form].search(text, end):
         start = opened.start()
@@ -103,8 +105,6 @@ def parse(form, text, docs=()):
             errors.append(UNCLOSED)
             break
         try:
-            if end - start > MAX_CALL_CHARS:
-                raise ValueError(f"longer than {MAX_CALL_CHARS} characters")
             calls += [checked(name, arguments) for name, arguments in DECODE[form](text[start:end], docs)]
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as e:     # the last two: ast.parse of 10,000 minus signs
             errors.append(f"{type(e).__name__}: {e}"[:200])
@@ -124,7 +124,7 @@ def list_end(text, start):
 def checked(name, arguments):
     """The Call, under env_bfcl's own rules for values (JSON types, depth, no NaN); ValueError or TypeError if it breaks them."""
     calls, errors = parse_calls(render_call(Call(name, arguments)))
-    if not calls:
+    if errors:
         raise ValueError(errors[0])
     return calls[0]
 
@@ -136,19 +136,15 @@ def decode_python(source, docs):
     for node in body.elts if isinstance(body, ast.List) else [None]:
         if not isinstance(node, ast.Call) or node.args or any(k.arg is None for k in node.keywords):
             raise ValueError("not a list of calls with named arguments")
-        name, function = [], node.func
-        while isinstance(function, ast.Attribute):      # math.factorial
-            name, function = [function.attr, *name], function.value
-        if not isinstance(function, ast.Name):
+        name = ast.unparse(node.func)       # math.factorial is an attribute
+        if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
             raise ValueError("not a function name")
-        yield ".".join([function.id, *name]), {k.arg: ast.literal_eval(k.value) for k in node.keywords}
+        yield name, {k.arg: ast.literal_eval(k.value) for k in node.keywords}
 
 
 def decode_json(source, docs):
     for item in json.loads(source):
-        if not isinstance(item, dict):
-            raise ValueError("not an object")
-        yield item.get("name"), item.get("arguments")
+        yield (item.get("name"), item.get("arguments")) if isinstance(item, dict) else (None, None)
 
 
 def decode_xml(source, docs):
@@ -193,9 +189,8 @@ class FormatEnv(BFCLEnv):
             blocks = [render_call(call) for call in calls] + ["<tool_call></tool_call>" for e in errors if e != UNCLOSED]
             text = "\n".join(blocks + ["<tool_call>" for e in errors if e == UNCLOSED])
         messages = super().step(text, finish_reason)
-        if self.finish is None and isinstance(self.task, SingleTask):      # the calls are all that is asked for
-            return self._end("done")
-        return messages
+        over = self.finish is None and isinstance(self.task, SingleTask)      # the calls are all that is asked for
+        return self._end("done") if over else messages
 
 
 # --- single-turn tasks ------------------------------------------------------------------------------------------------
@@ -267,15 +262,14 @@ def evaluate_checkpoint(args, checkpoint, path, tokenizer, tasks):
         raise ValueError(f"{out} holds episodes of other flags or other weights: give another --out")
     json.dump(flags, open(os.path.join(out, "flags.json"), "w"), indent=1)
     engine, records = None, []
-    for form in FORMATS:
-        for kind, some in tasks.items():
-            file = os.path.join(out, f"{form}.{kind}.jsonl")
+    for form, (kind, some) in itertools.product(FORMATS, tasks.items()):
+        file = os.path.join(out, f"{form}.{kind}.jsonl")
+        done = finished(file)
+        if todo := [t for t in some if t.id not in done]:
+            engine = engine or make_engine(args.engine, path, tokenizer, kv_gib=args.kv_gib, max_model_len=8192 + 16384)
+            play(engine, tokenizer, todo, form, file, think=args.think, max_action=args.max_action, desc=f"{form} {kind}")
             done = finished(file)
-            if todo := [t for t in some if t.id not in done]:
-                engine = engine or make_engine(args.engine, path, tokenizer, kv_gib=args.kv_gib, max_model_len=8192 + 16384)
-                play(engine, tokenizer, todo, form, file, think=args.think, max_action=args.max_action, desc=f"{form} {kind}")
-                done = finished(file)
-            records += [done[t.id] for t in some if t.id in done]
+        records += [done[t.id] for t in some if t.id in done]
     if engine:
         engine.close()
     return records
@@ -311,7 +305,8 @@ def tabulate(records, holdout=""):
             cells[f"{form} {category}" + held_out * f" ({holdout})"] = {
                 "official": rate(here), "strict": rate(here, "strict"), "undecodable": sum(map(undecodable, here)),
                 "qwen_calls": sum(form != "qwen" and any("<tool_call>" in text for text in r["texts"]) for r in here)}
-    return {"columns": columns, "cells": cells, "summary": {f: rw.summary([r for r in records if r["format"] == f and r["category"] in CATEGORIES]) for f in FORMATS}}
+    summaries = {form: rw.summary([r for r in records if r["format"] == form and r["category"] in CATEGORIES]) for form in FORMATS}
+    return {"columns": columns, "cells": cells, "summary": summaries}
 
 
 def table_text(rows, details=False):
@@ -344,15 +339,11 @@ def main():
         tasks = {kind: [t for t in some if (count.update([key(t)]) or count[key(t)] <= args.limit)] for kind, some in tasks.items()}
     rows = {}
     try:
-        os.makedirs(args.out, exist_ok=True)
         models = [(c, path := find_model(c, args.out), load_tokenizer(path)) for c in dict.fromkeys(args.checkpoints)]     # all, before long work
         for checkpoint, path, tokenizer in models:
             rows[checkpoint] = tabulate(evaluate_checkpoint(args, checkpoint, path, tokenizer, tasks), args.holdout)
-            for name, text in (("ood.json", json.dumps({"holdout": args.holdout, "limit": args.limit, "rows": rows}, indent=1)),
-                               ("ood.txt", table_text(rows, details=True) + "\n")):
-                with open(os.path.join(args.out, name + ".tmp"), "w", encoding="utf-8") as f:
-                    f.write(text)
-                os.replace(os.path.join(args.out, name + ".tmp"), os.path.join(args.out, name))
+            Path(args.out, "ood.json").write_text(json.dumps({"holdout": args.holdout, "limit": args.limit, "rows": rows}, indent=1), encoding="utf-8")
+            Path(args.out, "ood.txt").write_text(table_text(rows, details=True) + "\n", encoding="utf-8")
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     print(f"{table_text(rows)}\n{args.out}/ood.txt has a line for each set and format, {args.out}/ood.json everything")
