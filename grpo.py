@@ -48,6 +48,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import env_bfcl
 import reward as rw
 from env_bfcl import BFCLEnv
+from reward import SLOTS, protocol_slots, watch_ids
 
 HEAD_CHUNK = 1024       # trained positions whose [chunk, vocabulary] logits exist at a time
 MIN_SHARED = 64         # a common prefix shorter than this is not worth a segment of its own
@@ -417,28 +418,6 @@ def optimizer_step(learner, clip_norm, names=()):
 
 # --- one update -------------------------------------------------------------------------------------------------------
 
-def watch_ids(tokenizer):
-    """name -> id of the control tokens that are single tokens in this vocabulary."""
-    names = ["<tool_call>", "</tool_call>", "<|im_end|>", '{"', "<think>"]
-    ids = {n: tokenizer(n, add_special_tokens=False).input_ids for n in names}
-    return {n: i[0] for n, i in ids.items() if len(i) == 1}
-
-
-SLOTS = ("first", "after_open", "close", "end")
-
-
-def protocol_slots(row, trajectories, watch):
-    """Where the protocol is decided, as {slot: [K] bool}: the "first" token of a message; "after_open": what follows
-    `<tool_call>` and its newline; "close": where `</tool_call>` was sampled; "end": where a message ended."""
-    opening, closing, stop = (watch.get(n) for n in ("<tool_call>", "</tool_call>", "<|im_end|>"))
-    rows = []
-    for i, p in row.trained:
-        t = trajectories[i]
-        opened = p > 1 and t.mask[p - 1] and t.mask[p - 2] and t.ids[p - 2] == opening
-        rows.append((not t.mask[p - 1], opened, t.ids[p] == closing, t.ids[p] == stop))
-    return dict(zip(SLOTS, torch.tensor(rows, dtype=torch.bool).reshape(-1, len(SLOTS)).T))
-
-
 def token_logprobs(learner, rows, temperature):
     """{(trajectory, position): logp} under the current policy, without gradient."""
     with torch.no_grad(), learner.autocast():
@@ -531,9 +510,10 @@ def _row_loss(learner, row, pairs, old_logp, config, watch):
                              control=torch.isin(row.target.to(device), torch.tensor(list((watch or {}).values()), device=device, dtype=torch.long)))
     gap = (old_logp - engine_logp).abs() * source["policy"]     # demonstrations and hinted samples have another context
     sums |= {"entropy": entropy.sum(), "gap": gap.sum(), "own": source["policy"].sum()}
-    for slot, here in protocol_slots(row, [t for t, _ in pairs], watch or {}).items():
-        sums[f"slot/{slot}"] = here.sum().to(device)
-        sums |= {f"control/{slot}/{name}": mass for name, mass in zip(watch or (), watched[here.to(device)].sum(0))}
+    slots = torch.tensor(protocol_slots(row.trained, [t for t, _ in pairs], watch or {}), device=device, dtype=torch.bool)  # [K, 4]
+    for slot, here in zip(SLOTS, slots.T):
+        sums[f"slot/{slot}"] = here.sum()
+        sums |= {f"control/{slot}/{name}": mass for name, mass in zip(watch or (), watched[here].sum(0))}
     sums = dict(zip(sums, torch.stack([x.float() for x in sums.values()]).tolist()))    # one wait for the GPU per row, not one per number
     return loss, sums | {"tokens": len(row.trained)}
 
@@ -630,7 +610,8 @@ def checklist(learner, trajectories, config, watch):
             if learner.reference is not None and config.kl_coef:
                 d = packed_logprobs(learner.reference, row, config.temperature)[0] - logp
                 kls.append((d.exp() - d - 1).cpu())
-            masses.append(watched[protocol_slots(row, groups, watch)["first"].to(watched.device)].cpu())
+            first = torch.tensor([s[0] for s in protocol_slots(row.trained, groups, watch)], device=watched.device)
+            masses.append(watched[first].cpu())
     gap = torch.cat(gaps) if gaps else torch.zeros(1)
     share = sum(sum(t.mask) for t in groups) / max(sum(len(t.ids) for t in groups), 1)
     mass = dict(zip(watch, torch.cat(masses).mean(0).tolist())) if masses else {}

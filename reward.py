@@ -221,6 +221,31 @@ def structure(text, finish_reason="stop"):
     return "call" if calls else "response"
 
 
+# --- the protocol: control tokens and the places where they decide ------------------------------------------------------
+
+SLOTS = ("first", "after_open", "close", "end")
+
+
+def watch_ids(tokenizer):
+    """name -> id of the control tokens that are single tokens in this vocabulary."""
+    names = ["<tool_call>", "</tool_call>", "<|im_end|>", '{"', "<think>"]
+    ids = {n: tokenizer(n, add_special_tokens=False).input_ids for n in names}
+    return {n: i[0] for n, i in ids.items() if len(i) == 1}
+
+
+def protocol_slots(trained, trajectories, watch):
+    """For each trained token [(trajectory, position)] a list of four bools, in the order of SLOTS: the "first" token of a
+    message; "after_open": what follows `<tool_call>` and its newline; "close": where `</tool_call>` was sampled; "end":
+    where a message ended."""
+    opening, closing, stop = (watch.get(n) for n in ("<tool_call>", "</tool_call>", "<|im_end|>"))
+    slots = []
+    for i, p in trained:
+        t = trajectories[i]
+        opened = p > 1 and t.mask[p - 1] and t.mask[p - 2] and t.ids[p - 2] == opening
+        slots.append([not t.mask[p - 1], bool(opened), t.ids[p] == closing, t.ids[p] == stop])
+    return slots
+
+
 # --- intervals -------------------------------------------------------------------------------------------------------
 
 def wilson(successes, n):

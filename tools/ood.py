@@ -6,7 +6,7 @@
 
 Columns: in-distribution (multi-turn test tasks, Qwen's format), format OOD (the same tasks in three other formats), content
 OOD (bfcl-eval's single-turn sets, Qwen's format), both, and irrelevance (no function fits: a model that never calls earns
-100 % there, so it is a column of its own). Greedy. The same command again goes on where it was killed.
+100 % there, so it is a column of its own). Greedy. The same command goes on where it was killed.
 
 What to know about the numbers:
  1. A format is its own prompt and its own parser; tasks, state, scoring and tool results are env_bfcl's. A message is read
@@ -16,12 +16,13 @@ What to know about the numbers:
  3. Single-turn sets are judged by bfcl-eval's ast_checker: one message, nothing is executed.
  4. Irrelevance: right is a finished message without a call, whole or broken. Upstream gives credit to broken and cut
     calls too; they are counted as `undecodable`, so upstream's number is at most the sum of both.
- 5. Intervals: Wilson where each task occurs once, else a bootstrap over tasks (the four categories are the same tasks, the
-    three formats ask the same question). Where all outcomes agree a bootstrap has no width: Wilson over the tasks then.
+ 5. Intervals: Wilson where each task occurs once, else a bootstrap over tasks (categories and formats are the same tasks), or
+    Wilson over tasks where all outcomes agree and a bootstrap would have no width.
 """
 import argparse
 import ast
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -31,7 +32,6 @@ import re
 import sys
 import types
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import unescape
 
@@ -48,13 +48,14 @@ sys.modules["bfcl_eval.constants.model_config"] = types.SimpleNamespace(
 from bfcl_eval.constants.enums import Language
 from bfcl_eval.eval_checker.ast_eval.ast_checker import ast_checker
 
-SETS = *CALL_SETS, _ = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+SETS = ("simple_python", "multiple", "parallel", "parallel_multiple", "irrelevance")
+CALL_SETS = SETS[:-1]       # where something is to be called
 env_bfcl.SHA256.update({
     "BFCL_v4_simple_python.json": "82dd63ba502eb2520c6b5d1d9a5c4b59", "possible_answer/BFCL_v4_simple_python.json": "90cd5bc653690ee8e459b5b3f3fc9458",
     "BFCL_v4_multiple.json": "aef168155ebd74b7ac2401198b201343", "possible_answer/BFCL_v4_multiple.json": "244e00ce9395df948bcafc7bee64e8f9",
     "BFCL_v4_parallel.json": "19f51a82eff42e5d62541aa500115a05", "possible_answer/BFCL_v4_parallel.json": "8a6aa19c1adddc6a5a2f7e40f9dbf30c",
-    "BFCL_v4_parallel_multiple.json": "8863ea8433239f55c5f016154cf08308", "BFCL_v4_irrelevance.json": "2b6ed4c2e992cdcf5f1678a701851f94",
-    "possible_answer/BFCL_v4_parallel_multiple.json": "5ebf24f458c1f16300c05505d83d6f0a"})
+    "BFCL_v4_parallel_multiple.json": "8863ea8433239f55c5f016154cf08308", "possible_answer/BFCL_v4_parallel_multiple.json": "5ebf24f458c1f16300c05505d83d6f0a",
+    "BFCL_v4_irrelevance.json": "2b6ed4c2e992cdcf5f1678a701851f94"})
 
 # --- ALGO: formats ----------------------------------------------------------------------------------------------------
 
@@ -85,8 +86,8 @@ _QUOTES = {"&quot;": '"', "&apos;": "'"}
 
 
 def parse(form, text, docs=()):
-    """The calls that a message holds in format `form`: (list[Call], list[str] errors). Never raises; time grows linearly with
-    the text. `docs` are the tools' documents: XML values are typed by them.
+    """The calls of a message in format `form`: (list[Call], list[str] errors). Never raises; reads at most MAX_CALL_CHARS, in
+    linear time. `docs` are the tools' documents: XML values are typed by them.
 
     >>> parse("python", "Let me see. [ls(a=True), cd(folder='x')]<|im_end|>")
     ([Call(name='ls', arguments={'a': True}), Call(name='cd', arguments={'folder': 'x'})], [])
@@ -99,8 +100,7 @@ def parse(form, text, docs=()):
     calls, errors, end = [], [], 0
     while opened := _OPENER[form].search(text, end):
         start = opened.start()
-        found = _XML_CALL.match(text, start) if form == "xml" else None
-        end = (found.end() if found else 0) if form == "xml" else list_end(text, start)
+        end = list_end(text, start) if form != "xml" else (m := _XML_CALL.match(text, start)) and m.end()
         if not end:
             errors.append(UNCLOSED)
             break
@@ -157,10 +157,8 @@ def decode_xml(source, docs):
             raise ValueError("not an <arg> element")
         key, value, at = unescape(arg[1], _QUOTES), unescape(arg[2], _QUOTES), arg.end()
         if kinds.get(key) != "string":
-            try:
+            with contextlib.suppress(ValueError):       # else it is text; where that is wrong, a checker objects
                 value = json.loads(value)
-            except ValueError:
-                pass    # text: where that is wrong, a checker objects
         arguments[key] = value
     yield name, arguments
 
@@ -186,8 +184,7 @@ class FormatEnv(BFCLEnv):
     def step(self, text, finish_reason="stop"):
         if self.form != "qwen" and finish_reason != "length":
             calls, errors = parse(self.form, text, self.task.tools)
-            blocks = [render_call(call) for call in calls] + ["<tool_call></tool_call>" for e in errors if e != UNCLOSED]
-            text = "\n".join(blocks + ["<tool_call>" for e in errors if e == UNCLOSED])
+            text = "\n".join([*map(render_call, calls), *("<tool_call>" + "</tool_call>" * (e != UNCLOSED) for e in errors)])
         messages = super().step(text, finish_reason)
         over = self.finish is None and isinstance(self.task, SingleTask)      # the calls are all that is asked for
         return self._end("done") if over else messages
@@ -195,7 +192,7 @@ class FormatEnv(BFCLEnv):
 
 # --- single-turn tasks ------------------------------------------------------------------------------------------------
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class SingleTask(Task):
     """A row of a single-turn set as a Task without simulators: one user message, then one message of the model."""
     answers: list = None        # of each call {name: {parameter: [possible values]}}; None: no call is right
@@ -227,11 +224,10 @@ def undecodable(r):
 
 def finished(path):
     """{task id: record} of the episodes in a file, without a half-written last line and without infrastructure failures."""
-    if not os.path.exists(path):
-        return {}
-    with open(path, "rb+") as f:
+    with open(path, "ab+") as f:
+        f.seek(0)
         f.truncate(f.read().rfind(b"\n") + 1)
-    with open(path, encoding="utf-8") as f:
+        f.seek(0)
         return {r["task_id"]: r for r in map(json.loads, f) if not r["infra_error"]}
 
 
