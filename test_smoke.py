@@ -2833,6 +2833,34 @@ def test_gpu_vllm_follows_pushed_weights_and_drops_its_prefix_cache(gpu_engine, 
 
 
 @needs_gpu
+@needs_vllm
+def test_gpu_sleep_frees_memory_and_padded_rows_are_never_sampled(gpu_model, tokenizer, tmp_path):
+    """Case 17: ten cycles free the same memory each time and change nothing. Rows of the embedding that no token uses are
+    as likely as the others in a random model; the engine never samples one, and its softmax is the trainer's."""
+    model = AutoModelForCausalLM.from_pretrained(gpu_model)
+    model.resize_token_embeddings(len(tokenizer) + 1024)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[len(tokenizer):].normal_(0, 0.06)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = ro.make_engine("vllm", str(tmp_path), tokenizer, max_model_len=4096, kv_gib=2.0, sleep=True)
+    requests = prompts_for(32, length=300, shared=200)
+    free = []
+    for _ in range(10):
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        free.append((torch.cuda.mem_get_info()[0] - awake) / 2**30)
+        engine.wake()
+    assert min(free) > 1.5 and max(free) - min(free) < 0.1
+    done = run_engine(settings_of(engine, 1.0), requests, max_tokens=64)
+    engine.close()
+    assert max(i for ids, _, _ in done.values() for i in ids) < len(tokenizer)
+    learner = grpo.make_learner(str(tmp_path), tokenizer)
+    learner.model.cuda()
+    assert gpu_gap(learner, requests, done) < 0.02
+
+
+@needs_gpu
 def test_gpu_packed_bf16_is_as_close_as_plain_bf16(gpu_model):
     """Case 20 on varlen attention: the packed bf16 forward against fp32, no worse than SDPA's own bf16; and no contamination."""
     trajectories = random_forest(3)
