@@ -320,7 +320,12 @@ def summary(records):
                 by_index = collections.defaultdict(list)
                 for r, w in zip(here, wins):
                     by_index[r["index"]].append(w)
-                lo, hi = bootstrap(by_index) if category == "all" else wilson(int(sum(wins)), len(wins))
+                # A bootstrap of equal outcomes has no width: then Wilson, over tasks, since episodes of one are not independent.
+                if category == "all" and len(set(wins)) > 1:
+                    lo, hi = bootstrap(by_index)
+                else:
+                    n = len(by_index) if category == "all" else len(wins)
+                    lo, hi = wilson(round(sum(wins) / max(len(wins), 1) * n), n)
                 table[f"{category} {score}{' without defective' if clean else ''}"] = (
                     int(sum(wins)), len(wins), sum(wins) / max(len(wins), 1), lo, hi)
     return table

@@ -2800,7 +2800,7 @@ def test_gpu_vllm_agrees_with_the_packed_trainer(gpu_engine, gpu_model, temperat
     learner, requests = gpu_learner(gpu_model), prompts_for(64, length=600, shared=500)
     gpu_engine.load_weights(learner.model.named_parameters())
     done = run_engine(settings_of(gpu_engine, temperature), requests, max_tokens=64)
-    assert gpu_gap(learner, requests, done, temperature) < 0.02
+    assert gpu_gap(learner, requests, done, temperature) < 0.02 / temperature      # the error of bf16 logits, at that scale
     if temperature != 1:
         assert gpu_gap(learner, requests, done, 1.0) > 0.1      # the control
     group = run_engine(settings_of(gpu_engine, temperature), {k: requests[0] for k in range(8)}, max_tokens=64)
