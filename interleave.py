@@ -18,12 +18,15 @@ Deviations from the paper:
     python interleave.py --preset qwen2.5/ets --out runs/qwen2.5-ets            # again: goes on where it stopped
 """
 import collections
+import contextlib
 import dataclasses
+import errno
 import functools
 import glob
 import json
 import os
 import shutil
+import signal as signals
 import subprocess
 import sys
 import zlib
@@ -33,6 +36,7 @@ from rollout import (chat_glue, evaluate, find_model, load_tokenizer, load_traje
                      save_trajectories, summary)
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
@@ -95,6 +99,7 @@ class Config(GRPOConfig):
     eval_categories: str = field(default="base,miss_func,miss_param,long_context", metadata={"help": "of the test tasks"})
 
 
+BEST_WINDOW = 5     # OUT/best: the weights after the BEST_WINDOW steps of one round with the highest mean train reward
 BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
 HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
 
@@ -221,9 +226,7 @@ def remember_healthy(run):
     """Weights to go back to, saved while nothing looks wrong; the last two are kept."""
     state, path = run.state, os.path.join(run.config.out, f"healthy-{run.state['step']:06d}")
     if run.main:
-        run.learner.model.save_pretrained(path + ".tmp")
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(path + ".tmp", path)
+        save_model(run, path)
     state["healthy"] = [h for h in state["healthy"] if h[1] != path][-1:] + [[state["step"], path]]
 
 
@@ -407,6 +410,7 @@ def run_rl(run, phase):
         state["step"] += 1
         state["step_in_phase"] += 1
         bar.update()
+        state["rewards"] = (state.get("rewards", []) + [metrics["reward"]])[-BEST_WINDOW:]
         state["history"].append({k: v for k, v in (metrics | {"unhealthy": metrics["structure/polluted"] + metrics["structure/collapsed"]}).items()
                                  if k in ALARMS})
         if why := alarm(state["history"]):
@@ -428,15 +432,13 @@ def begin_phase(run, phase):
         grpo.set_optimizer(run.learner, config.lr, BETAS[phase.kind == "rl"], config.weight_decay)    # the rate is set at each step
     if phase.kind == "rl":
         run.outcomes.clear()
-        run.state["history"] = []
+        run.state |= {"history": [], "rewards": []}
         if config.schedule == "adaptive":
             remember_healthy(run)
         if config.kl_coef and (config.reference == "reset" or not run.state["reference"]):
             path = os.path.join(config.out, f"reference-{run.state['phase']}")
             if run.main:
-                shutil.rmtree(path, ignore_errors=True)
-                run.learner.model.save_pretrained(path + ".tmp")
-                os.replace(path + ".tmp", path)
+                save_model(run, path)
             run.state["reference"] = path
             run.learner.accelerator.wait_for_everyone()
             grpo.set_reference(run.learner, path)
@@ -454,6 +456,9 @@ def train(run):
                 begin_phase(run, phase)
             (run_rl if phase.kind == "rl" else run_sft)(run, phase)
             run.state["evaluating"] = True
+            if run.main:    # an evaluation of other weights, if this phase is played again from an older checkpoint
+                for old in glob.glob(os.path.join(run.config.out, "eval", f"{phase.name.replace(' ', '-')}.*")):
+                    os.remove(old)
             save_checkpoint(run)
         evaluate_now(run, phase.name)
         run.state |= {"phase": run.state["phase"] + 1, "step_in_phase": 0, "evaluating": False, "recent": []}
@@ -462,37 +467,72 @@ def train(run):
 
 # --- PLUMBING: checkpoints -----------------------------------------------------------------------------------------------
 
+@contextlib.contextmanager
+def uninterrupted():
+    """Ctrl-C waits until the block has finished."""
+    caught, before = [], signals.signal(signals.SIGINT, lambda *args: caught.append(args))
+    try:
+        yield
+    finally:
+        signals.signal(signals.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def save_model(run, path):
+    """The weights as a Hugging Face directory with the tokenizer, in place of what `path` held."""
+    shutil.rmtree(path + ".tmp", ignore_errors=True)
+    run.learner.model.save_pretrained(path + ".tmp")
+    run.tokenizer.save_pretrained(path + ".tmp")
+    for name in os.listdir(path + ".tmp"):
+        _checksum(os.path.join(path + ".tmp", name), sync=True)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(path + ".tmp", path)
+
+
 def save_checkpoint(run):
     """OUT/ckpt-NNNNNN: a Hugging Face directory (fp32 safetensors, tokenizer) + optimizer.safetensors + state.json, which is
-    written last and holds every file's size and crc32. Written under a temporary name, fsynced, renamed; the last two are kept."""
+    written last and holds every file's size and crc32. Written under a temporary name, fsynced, renamed; the last two are
+    kept. OUT/best is the one with the highest mean train reward (BEST_WINDOW), weights only."""
     if run.main:
-        run.state["saves"] += 1
-        path = os.path.join(run.config.out, f"ckpt-{run.state['saves']:06d}")
-        tmp = path + ".tmp"
-        shutil.rmtree(tmp, ignore_errors=True)
-        run.learner.model.save_pretrained(tmp)
-        run.tokenizer.save_pretrained(tmp)
-        tensors = {f"{name}/{k}": v.contiguous() for name, p in run.learner.model.named_parameters()
-                   for k, v in (run.learner.optimizer.state.get(p) or {}).items()}
-        save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
-        os.fsync(run.log.fileno())
-        files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
-        with open(os.path.join(tmp, "state.json"), "w") as f:
-            json.dump({**run.state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "files": files}, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-        folder = os.open(run.config.out, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-        for old in checkpoints(run.config.out)[:-2]:
-            shutil.rmtree(old)
-        states = [json.load(open(os.path.join(c, "state.json"))) for c in checkpoints(run.config.out)]
-        named = {s["reference"] for s in states} | {path for s in states for _, path in s["healthy"]}
-        for old in glob.glob(os.path.join(run.config.out, "reference-*")) + glob.glob(os.path.join(run.config.out, "healthy-*")):
-            if old not in named:
-                shutil.rmtree(old)
+        with uninterrupted():
+            _save_checkpoint(run)
     run.learner.accelerator.wait_for_everyone()
+
+
+def _save_checkpoint(run):
+    state, out = run.state, run.config.out
+    state["saves"] += 1
+    path = os.path.join(out, f"ckpt-{state['saves']:06d}")
+    tmp = path + ".tmp"
+    shutil.rmtree(tmp, ignore_errors=True)
+    run.learner.model.save_pretrained(tmp)
+    run.tokenizer.save_pretrained(tmp)
+    rewards = state.get("rewards", [])
+    if len(rewards) == BEST_WINDOW and sum(rewards) / BEST_WINDOW > state.get("best", -1.0):
+        state["best"] = sum(rewards) / BEST_WINDOW
+        run.write(kind="event", event="best", phase=state["phase"], step=state["step"], reward=state["best"])
+        save_model(run, os.path.join(out, "best"))      # before the checkpoint: killed in between, this step is played again
+    tensors = {f"{name}/{k}": v.contiguous() for name, p in run.learner.model.named_parameters()
+               for k, v in (run.learner.optimizer.state.get(p) or {}).items()}
+    save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
+    os.fsync(run.log.fileno())
+    files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
+    with open(os.path.join(tmp, "state.json"), "w") as f:
+        json.dump({**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "files": files}, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(tmp, path)
+    folder = os.open(out, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    for old in checkpoints(out)[:-2]:
+        shutil.rmtree(old)
+    states = [json.load(open(os.path.join(c, "state.json"))) for c in checkpoints(out)]
+    named = {s["reference"] for s in states} | {path for s in states for _, path in s["healthy"]}
+    for old in glob.glob(os.path.join(out, "reference-*")) + glob.glob(os.path.join(out, "healthy-*")):
+        if old not in named:
+            shutil.rmtree(old)
 
 
 def _checksum(path, sync=False):
@@ -541,7 +581,7 @@ def prepare_out(config):
     flags = dataclasses.asdict(config)
     if config.fresh and os.path.exists(path):
         shutil.rmtree(out)
-    if os.path.isdir(out) and os.listdir(out) and not os.path.exists(path):
+    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp"} and not os.path.exists(path):
         raise ValueError(f"{out} is not empty and not a run: give another --out")
     if os.path.exists(path):
         before = json.load(open(path))
@@ -596,6 +636,8 @@ def prepare(config):
     if run.main:
         metrics = os.path.join(config.out, "metrics.jsonl")
         with open(metrics, "ab") as f:      # steps after the checkpoint are played again: their lines go
+            if f.tell() < state["metrics_bytes"]:
+                raise ValueError(f"{metrics} is shorter than it was at {path}: put it back, or --fresh")
             f.truncate(state["metrics_bytes"])
         run.log = open(metrics, "a", encoding="utf-8")
         run.log.seek(0, os.SEEK_END)
@@ -621,9 +663,7 @@ def report(run):
         cells = [f"{k}/{n} = {100 * r:.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" for k, n, r, lo, hi in (splits[s] for s in ("train", "test"))]
         print(f"{name:14} {cells[0]:>34} {cells[1]:>34}")
     model = os.path.join(out, "model")
-    shutil.rmtree(model, ignore_errors=True)
-    run.learner.model.save_pretrained(model)
-    run.tokenizer.save_pretrained(model)
+    save_model(run, model)
     plot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools", "plot.py")
     plotted = subprocess.run([sys.executable, plot, out], capture_output=True, text=True)
     print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {out}/rollouts/, {out}/eval/")
@@ -636,14 +676,23 @@ def main():
         run = prepare(config)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted before the first step")
+    again = lambda: f"the same command continues from {(checkpoints(config.out) or ['the start'])[-1]}"
     try:
         train(run)
+        if run.main:
+            report(run)
     except KeyboardInterrupt:
-        sys.exit(f"\ninterrupted: the same command continues from {(checkpoints(config.out) or ['the start'])[-1]}")
+        sys.exit(f"\ninterrupted: {again()}")
     except torch.OutOfMemoryError as e:
         sys.exit(f"error: out of GPU memory ({str(e).splitlines()[0]}): lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib")
-    if run.main:
-        report(run)
+    except (OSError, SafetensorError) as e:
+        if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) and "I/O error" not in str(e):
+            raise
+        with contextlib.suppress(OSError):
+            run.main and run.log.close()     # what is left in its buffer would raise once more at the exit
+        sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
     run.engine.close()
 
 
