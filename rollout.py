@@ -74,7 +74,7 @@ def parse_flags(config, args=None, description=None, defaults=None):
 def load_tokenizer(path):
     """A tokenizer with a chat template that takes system, user and assistant, or ValueError in one line."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"no tokenizer in {path}: {str(e).splitlines()[0]}") from e
     if not tokenizer.chat_template:
@@ -421,7 +421,7 @@ class VLLMEngine:
             # A seeded request whose prompt is read in chunks kills vLLM's CPU engine (a CPU generator has no offset).
             how = dict(dtype="float32", enforce_eager=True, max_num_seqs=64, block_size=32, enable_chunked_prefill=False, max_num_batched_tokens=max_model_len)
         # generation_config="vllm": the model's own would silently add top_k and stop ids to what is sampled.
-        self.llm = LLM(model=model, max_model_len=max_model_len, seed=seed, skip_tokenizer_init=True, generation_config="vllm",
+        self.llm = LLM(model=model, load_format="safetensors", max_model_len=max_model_len, seed=seed, skip_tokenizer_init=True, generation_config="vllm",
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False, **how)
         if vocab:   # rows of the embedding that no token uses are cut off before the softmax, as in the trainer
             self.llm.apply_model(lambda m: setattr(m.logits_processor, "org_vocab_size", vocab))
