@@ -2570,7 +2570,7 @@ def small_main():
     interleave.main()
 
 
-SMALL_RUN = ("--signal prs --rounds 3,2 --sft_start 60 --sft_stop_accuracy 0.95 --sft_lr 1.5e-2 --sft_dialogues 1 --n 4 --prompts 3 --mini_batch 2 --lr 3e-4 "
+SMALL_RUN = ("--signal prs --rounds 3,3 --sft_start 60 --sft_stop_accuracy 0.95 --sft_lr 1.5e-2 --sft_dialogues 1 --n 4 --prompts 3 --mini_batch 2 --lr 3e-4 "
              "--warmup 2 --rl_warmup 2 --failed any --failed_window 2 --ets_epochs 1 --ets_lr 1e-3 --save_every 2 --max_action 60 --max_response 500 "
              "--reward per_turn --temperature 0.4 --decode_feedback none --engine hf --kl_coef 0.01").split()
 
@@ -2586,9 +2586,16 @@ def metrics_of(out):
     return [{k: v for k, v in line.items() if not k.startswith("time/") and k != "out"} for line in lines]
 
 
-def kill_when(process, out, reached):
-    """SIGKILL as soon as a line of metrics.jsonl satisfies `reached`."""
-    while not any(map(reached, metrics_of(out))):
+def newest_state(out):
+    """The state of the newest checkpoint, or {}."""
+    with contextlib.suppress(IndexError, FileNotFoundError):
+        return json.load(open(os.path.join(interleave.checkpoints(str(out))[-1], "state.json")))
+    return {}
+
+
+def kill_when(process, reached):
+    """SIGKILL as soon as `reached()`."""
+    while not reached():
         if process.poll() is not None:
             raise AssertionError(process.communicate()[0][-3000:])
         time.sleep(0.01)
@@ -2597,12 +2604,13 @@ def kill_when(process, out, reached):
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(tiny, tmp_path):
-    """Case 32: killed in the middle of an SFT epoch, killed after a phase border and its newest checkpoint damaged; then the same
-    metrics, line by line, the same trajectories, the same weights bit for bit."""
+    """Case 32: killed in the middle of an SFT epoch, killed in the second round with its newest checkpoint damaged, so that it
+    goes back over the phase border; then the same metrics, line by line, the same trajectories, the same weights bit for bit."""
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     undisturbed = start_run(tiny, straight)
-    kill_when(start_run(tiny, broken), broken, lambda x: x["kind"] == "sft" and x["sft_step"] == 7)
-    kill_when(start_run(tiny, broken), broken, lambda x: x["kind"] == "grpo" and x["step"] == 3)
+    kill_when(start_run(tiny, broken), lambda: any(x["kind"] == "sft" and x["sft_step"] == 7 for x in metrics_of(broken)))
+    kill_when(start_run(tiny, broken), lambda: newest_state(broken).get("step") == 5)
+    assert newest_state(broken)["step_in_phase"] == 2
     newest = interleave.checkpoints(str(broken))[-1]
     weights = os.path.join(newest, "model.safetensors")
     data = bytearray(open(weights, "rb").read())
@@ -2629,7 +2637,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one(tiny, tmp_path):
     assert names == ["sft start", "rl 1", "prs 1", "rl 2"]
     assert [(x["name"], x["split"]) for x in expected if x["kind"] == "eval"] == [(n, s) for n in ["start", *names] for s in ("train", "test")]
     rl = [x for x in expected if x["kind"] == "grpo"]
-    assert [x["step"] for x in rl] == [0, 1, 2, 3, 4] and [x["lr"] for x in rl] == pytest.approx([1.5e-4, 3e-4, 3e-4, 1.5e-4, 3e-4])
+    assert [x["step"] for x in rl] == [0, 1, 2, 3, 4, 5] and [x["lr"] for x in rl] == pytest.approx([1.5e-4, 3e-4, 3e-4] * 2)
     assert sum(x["updates"] for x in rl) >= 3 and all(x["engine_gap"] < 1e-4 for x in rl if x["updates"])
     assert {k: v["pass"] for k, v in rl[0]["checklist"].items() if "start" not in k} == dict.fromkeys(
         ("mean |engine - trainer|", "mean importance ratio", "trained-token share", "KL to the reference"), True)
