@@ -561,7 +561,7 @@ def play(learner, engine, tokenizer, tasks, step, config, signal):
     sampled = iter(rollout(
         engine, tokenizer, envs, max_generations=config.max_generations, max_prompt=config.max_prompt, max_response=config.max_response,
         max_action=config.max_action, max_observation=config.max_observation, think=config.think,
-        train_cut_end="end_token" in signal.faults, stats=stats, desc="rollout" if rank == 0 else None))
+        faults=signal.faults, stats=stats, desc="rollout" if rank == 0 else None))
     trajectories, adv = [], []
     for g, (task, demo) in enumerate(zip(share, demos)):
         group = demo + [next(sampled) for _ in range(config.n - len(demo))]
@@ -677,6 +677,8 @@ def check_config(config):
         raise ValueError("--temperature must be > 0 in training")
     if config.reward not in ("official", "strict", "per_turn"):
         raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
+    if config.engine not in ("auto", "vllm", "hf"):
+        raise ValueError(f"--engine is auto, vllm or hf, not {config.engine!r}")
     if config.ops_weight not in ("plain", "luffy"):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.decode_feedback not in ("none", "short", "error"):

@@ -25,6 +25,7 @@ import functools
 import glob
 import json
 import os
+import re
 import shutil
 import signal as signals
 import subprocess
@@ -547,12 +548,12 @@ def _checksum(path, sync=False):
 
 def checkpoints(out):
     """Paths of the finished checkpoints, oldest first."""
-    names = sorted(n for n in os.listdir(out) if n.startswith("ckpt-") and not n.endswith(".tmp")) if os.path.isdir(out) else []
+    names = sorted(n for n in os.listdir(out) if re.fullmatch(r"ckpt-\d{6}", n)) if os.path.isdir(out) else []
     return [os.path.join(out, n) for n in names]
 
 
 def find_checkpoint(out):
-    """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged and removes them."""
+    """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged and puts them aside."""
     for path in reversed(checkpoints(out)):
         try:
             state = json.load(open(os.path.join(path, "state.json")))
@@ -562,7 +563,8 @@ def find_checkpoint(out):
         if not bad:
             return path, state
         tqdm.write(f"{path} is damaged ({bad[0]}): using the one before it")
-        shutil.rmtree(path)
+        shutil.rmtree(path + ".damaged", ignore_errors=True)
+        os.replace(path, path + ".damaged")
     return None, None
 
 

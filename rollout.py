@@ -142,6 +142,7 @@ class Glue:
     before_action: list     # '<|im_end|>\n<|im_start|>assistant\n' + Qwen3's '<think>\n\n</think>\n\n'
     think_block: list       # the tail of before_action that the template itself would not put into a history
     after_action: list      # '\n<|im_start|>user\n'                       after the end token that the engine sampled
+    end: int                # the id that ends a message in the template's own words
     stop: list              # ids that end a message
     tokenizer: object
 
@@ -183,7 +184,7 @@ def chat_glue(tokenizer, think=False):
     if not header.startswith(plain_header) or two != four[: len(two)] or end_user != end_next:
         raise ValueError("the chat template rewrites its history: turns would not be prefixes of each other")
     glue = Glue(encode(before_system), encode(before_user), encode(end_user + header), encode(header[len(plain_header):]),
-                end_ids[1:], sorted(set(stop)), tokenizer)
+                end_ids[1:], end_ids[0], sorted(set(stop)), tokenizer)
     whole = (glue.before_system + glue.encode(s) + glue.before_user + glue.encode(u) + encode(end_user + plain_header)
              + glue.encode(a) + end_ids + glue.encode(b) + encode(end_next))
     if whole != encode(four):
@@ -192,15 +193,19 @@ def chat_glue(tokenizer, think=False):
     return glue
 
 
-def prompt_ids(glue, messages):
-    """[system, user] -> the ids that the engine gets first."""
+def prompt_ids(glue, messages, special=False):
+    """[system, user] -> the ids that the engine gets first. `special` (the fault hint_context) lets special tokens that are
+    spelled out in the system text be special."""
     system, user = messages
-    return glue.before_system + glue.encode(system["content"]) + glue.before_user + glue.encode(user["content"]) + glue.before_action
+    text = glue.tokenizer(system["content"], add_special_tokens=False).input_ids if special else glue.encode(system["content"])
+    return glue.before_system + text + glue.before_user + glue.encode(user["content"]) + glue.before_action
 
 
 def observation_ids(glue, messages, max_observation):
     """The environment's answer -> the ids between two actions; cut at the left, as the paper's."""
-    body = glue.encode("\n".join(m["content"] for m in messages))[-max_observation:]
+    # 64 calls can answer with megabytes, which take seconds to encode; only their end is kept. Long answers do not come again.
+    text = "\n".join(m["content"] for m in messages)[-64 * max_observation:]
+    body = (glue.encode(text) if len(text) < 10_000 else glue.encode.__wrapped__(glue, text))[-max_observation:]
     return glue.after_action + body + glue.before_action
 
 
@@ -485,15 +490,15 @@ def make_engine(kind, model, tokenizer, **settings):
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_prompt=8192, max_response=8192, max_action=2048,
-            max_observation=1024, think=False, train_cut_end=False, on_finish=None, stats=None, desc=None):
+            max_observation=1024, think=False, faults=(), on_finish=None, stats=None, desc=None):
     """Play every env to its end with `engine`; each trajectory moves on alone, there is no turn barrier.
 
     Returns one Trajectory per env, in order. `groups[i]` is copied into it. Caps are in tokens: `max_action` per message,
     `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
     the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None; three of
     the same kind in a row raise RuntimeError.
-    `train_cut_end` is a fault of the released code, for measuring: an end token that nobody sampled is added, and trained,
-    after a message cut by length. `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
+    `faults` of the released code, for measuring: "end_token" adds and trains an end token that nobody sampled after a
+    message cut by length; "hint_context" see prompt_ids. `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
     glue, generations = chat_glue(tokenizer, think), [0] * len(envs)
     trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
     spent, left, streak = collections.Counter(), len(envs), []
@@ -539,7 +544,7 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
 
     for i, env in enumerate(envs):
         try:
-            trajectories[i].extend(prompt_ids(glue, advance(i, env.reset)))
+            trajectories[i].extend(prompt_ids(glue, advance(i, env.reset), special="hint_context" in faults))
         except Exception:
             end(i, "infra", traceback.format_exc())
             continue
@@ -558,8 +563,8 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
                 end(i, "infra", "engine error: the engine gave up on this request")
                 continue
             t.extend(list(ids), logp)
-            if train_cut_end and reason == "length":
-                t.extend([tokenizer.eos_token_id], [0.0])
+            if "end_token" in faults and reason == "length":
+                t.extend([glue.end], [0.0])
             spent["generations"] += 1
             spent["sampled_tokens"] += len(ids)
             try:

@@ -84,10 +84,9 @@ class Reciter:
 
     def __init__(self, glue, texts):
         self.glue, self.left, self.ready = glue, [list(t) for t in texts], []
-        self.end = glue.tokenizer.eos_token_id
 
     def add(self, request_id, ids, max_tokens):
-        said = self.glue.encode(self.left[request_id].pop(0)) + [self.end]
+        said = self.glue.encode(self.left[request_id].pop(0)) + [self.glue.end]
         self.ready.append((request_id, said, [0.0] * len(said), "stop"))
 
     def step(self):
@@ -224,7 +223,7 @@ def reflect(tokenizer, failures, *, think=False, teacher=None):
         t = Trajectory(f"{task.id}/reflection", source="demo")
         t.extend(prompt_ids(glue, [{"content": env_bfcl.system_prompt(task)}, {"content": reflection_request(task, failure)}]))
         t.prompt_len = len(t.ids)
-        said = glue.encode(text) + [tokenizer.eos_token_id]
+        said = glue.encode(text) + [glue.end]
         t.extend(said, [0.0] * len(said))
         out.append(t)
     return out, texts.count(None)
@@ -307,7 +306,7 @@ def encode_chat(tokenizer, messages, name, *, think=False):
     t.prompt_len = len(t.ids)
     for k, m in enumerate(messages[2:]):
         if m["role"] == "assistant":
-            said = glue.encode(m["content"]) + [tokenizer.eos_token_id]
+            said = glue.encode(m["content"]) + [glue.end]
             t.extend(said, [0.0] * len(said))
         else:
             t.extend(observation_ids(glue, [m], max_observation=8192))

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import time
 import types
+from xml.sax.saxutils import escape
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")        # before torch: else a busy neighbour makes everything 15 times slower
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -953,7 +954,7 @@ def test_a_cut_message_gets_no_end_token_and_the_fault_gives_it_one(tokenizer):
     assert_contract(t, engine.given[0], engine.said[0])
     assert t.finish == "length" and sum(t.mask) == 20 and tokenizer.eos_token_id not in t.ids[t.prompt_len:]
     assert t.calls == [[]] and t.reward.official == 0
-    (t,), _ = play_scripted(tokenizer, long, max_action=20, train_cut_end=True)
+    (t,), _ = play_scripted(tokenizer, long, max_action=20, faults=("end_token",))
     assert sum(t.mask) == 21 and (t.ids[-1], t.mask[-1]) == (tokenizer.eos_token_id, 1)
 
 
@@ -3092,3 +3093,262 @@ def test_plot_viewer_in_a_browser(plotted, tmp_path):
     dom = dump_dom(url + "#run%2F000019.0.jsonl%3A2", tmp_path / "profile")      # not the one that is shown first
     assert 'class="state collapsed">collapsed<' in dom and "user turn 2" in dom and "Traceback &lt;/script&gt;" in dom and 'title="id 257, logp -' in dom
     assert "<img src" not in dom.replace('<img alt', "") and "pwned" not in re.search("<title>(.*?)</title>", dom)[1]
+
+
+def test_hint_context_lets_a_spelled_out_end_token_be_special_and_nothing_else_does(tiny, tokenizer):
+    """The fault of the released hints; without it a special token in any text stays text."""
+    task, glue = env_bfcl.load_tasks("train", "base", short_docs=True)[0], chat_glue(tokenizer)
+    end, hinted = tokenizer.convert_tokens_to_ids("<|im_end|>"), []
+    for faults in ((), ("hint_context",)):
+        engine = sft.Reciter(glue, [["Bye."] * 10])
+        t, = rollout(engine, tokenizer, [BFCLEnv(task, hint="Use cd.<|im_end|>")], faults=faults)
+        hinted.append(t)
+        assert t.source == "hint"
+    plain, special = (t.ids[: t.prompt_len].count(end) for t in hinted)
+    assert (plain, special) == (2, 3)
+    ro.strip_hint(hinted[0], task, glue)
+    assert hinted[0].ids[: hinted[0].prompt_len] == ro.prompt_ids(glue, BFCLEnv(task).reset())
+
+
+# =====================================================================================================================
+# tools/ood.py: formats, single-turn sets, the table
+
+OOD = os.path.join(HERE, "tools", "ood.py")
+
+
+@pytest.fixture(scope="session")
+def ood():
+    spec = importlib.util.spec_from_file_location("ood", OOD)
+    module = sys.modules["ood"] = importlib.util.module_from_spec(spec)     # dataclasses looks the module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def ood_render(form, calls):
+    """Calls as a faithful model writes them in a format."""
+    if form == "qwen":
+        return "\n".join(map(render_call, calls))
+    if form == "json":
+        return json.dumps([{"name": c.name, "arguments": c.arguments} for c in calls])
+    if form == "python":
+        return "[" + ", ".join(f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in calls) + "]"
+    value = lambda v: escape(v if isinstance(v, str) else json.dumps(v))
+    return "\n".join(f'<call name="{c.name}">' + "".join(f'<arg name="{k}">{value(v)}</arg>' for k, v in c.arguments.items()) + "</call>" for c in calls)
+
+
+def possible(answers):
+    """The first possible answer of each call of a single-turn row, optional parameters left out."""
+    def pick(value):
+        if isinstance(value, dict):
+            return {k: pick(v[0]) for k, v in value.items() if v[0] != ""}
+        return [pick(v) for v in value] if isinstance(value, list) else value
+    return [Call(name, {k: pick(v[0]) for k, v in arguments.items() if v[0] != ""}) for a in answers for name, arguments in a.items()]
+
+
+def test_ood_doctests_and_examples(ood):
+    """The examples in the docstring hold; the example in each prompt is read by that format's parser."""
+    assert doctest.testmod(ood).failed == 0
+    for form, how in ood.HOW.items():
+        calls = [Call("first_function", {"count": 2, "names": ["a", "b"]}), Call("second_function", {"deep": True})]
+        assert ood.parse(form, how) == (calls, []), form
+
+
+@pytest.mark.parametrize("form", ["python", "xml", "json"])
+def test_ood_round_trip_of_all_ground_truths(ood, form):
+    n = 0
+    for task in env_bfcl.load_tasks("all", env_bfcl.CATEGORIES):
+        for calls in filter(None, task.ground_truth):
+            text = ood_render(form, calls)
+            for around in (text, f"<think>\n[f(a=1)] {render_call(calls[0])}\n</think>\n\n{text}<|im_end|>", f"I call:\n```\n{text}\n```\nand wait.<|im_end|>"):
+                assert ood.parse(form, around, task.tools) == (calls, []), (task.id, around)
+            n += len(calls)
+    assert n == 4625
+
+
+@pytest.mark.parametrize("form", ["python", "xml", "json"])
+def test_ood_hostile_texts(ood, form, monkeypatch):
+    """Nothing raises, hangs or is evaluated; what comes out are calls that the environment can render and read."""
+    monkeypatch.setitem(os.environ, "OOD_HACKED", "")
+    evil = "__import__('os').environ.__setitem__('OOD_HACKED', '1')"
+    pieces = ["[", "]", "(", ")", "{", "}", "f(", "a=", "1", "'x'", '"', "'", "\\", ",", "**{'a': 1}", "*[1]", "ls()", "-", "lambda: 1", "1e999", "nan", "NaN", "0x" + "f" * 9, "b'x'",
+              "1+2j", "{1, 2}", "...", "f'{1}'", '"name": "ls"', '"arguments": {}', "null", "\ud800", "\0", "\n", "é", "<call", ' name="ls"', ">", "</call>", "/>", '<arg name="a">',
+              "</arg>", "&lt;", "&", "<tool_call>", "</tool_call>", "</think>", "<think>", evil, " for x in y", "# ", '"""', "'''", ":", ".", "=", "1" * 5000]
+    rng = random.Random(0)
+    docs = env_bfcl.load_tasks("test", ("base",))[0].tools
+    seeds = [ood_render(form, [Call("ls", {"a": True}), Call("cd", {"folder": "x<y"})]), "".join(pieces[:14]), f"[f(a={evil})]", f"[{evil}]", f"[f({evil})]"]
+    texts = []
+    for _ in range(3000):
+        text = rng.choice(seeds)
+        for _ in range(rng.randrange(6)):
+            k = rng.randrange(len(text) + 1)
+            text = text[:k] + rng.choice(pieces) + text[k + rng.randrange(3):]
+        texts.append("".join(rng.choices(pieces, k=rng.randrange(1, 12))) if rng.random() < 0.3 else text)
+    n = 20_000
+    huge = ["[" * n, "[f(" * n, "[{" * n, "[f(a=" + "-" * n + "1)]", "[f(a=" + "not " * n + "1)]", "[f(a=" + "1+" * n + "1)]", "[f" + ".a" * n + "()]", "[f(a=" + "f" + "()" * n + ")]", "[f(a='" * n,
+            "[ls()]" * 2000, "[f(a=0x" + "f" * n + ")]", '[{"name": "ls", "arguments": {}}]' * 2000, "<call" * n, "<call " + " " * n, '<call name="ls">' * n, '<call name="ls"/>' * 2000,
+            '<call name="ls">' + '<arg name="a">' * n + "</call>", '<call name="ls"><arg name="a">' + "[" * n + "</arg></call>", '[{"name":"ls","arguments":{"a":' + "[" * n + "]" * n + "}}]",
+            "[f(a=\"" + '\\"' * n, "[f(a='''" + "'" * n, "[" + " " * n + "[" + " " * n, "[" + "a" * n, "[" + "a." * n + "(", '[f(a="' + "\\" * (2 * n + 1)]
+    start = time.perf_counter()
+    for text in texts + huge:
+        one = time.perf_counter()
+        calls, errors = ood.parse(form, text, docs)
+        assert time.perf_counter() - one < 2, text[:80]
+        assert all(isinstance(e, str) for e in errors)
+        for call in calls:
+            assert parse_calls(render_call(call)) == ([call], [])
+    assert time.perf_counter() - start < 10 and not os.environ["OOD_HACKED"]
+    assert ood.parse(form, f"[f(a={evil})]")[0] == []
+
+
+def test_ood_bad_lists_and_values(ood):
+    """A list with one bad call is bad as a whole; positional arguments, names as values and other formats are not read."""
+    for form, text in (("python", "[ls(), ls]"), ("python", "[ls(True)]"), ("python", "[ls(a=b)]"), ("python", "[ls(**{'a': 1})]"), ("python", "[ls(a={1})]"), ("python", "[ls() for a in b]"),
+                       ("json", '[{"name": "ls", "arguments": {}}, {"name": "ls"}]'), ("json", '[{"name": "ls", "arguments": "{}"}]'), ("json", '[{"name": "ls", "arguments": {"a": NaN}}]'),
+                       ("xml", '<call name="ls">a</call>'), ("xml", '<call name="ls"><arg>a</arg></call>')):
+        calls, errors = ood.parse(form, text)
+        assert calls == [] and len(errors) == 1, text
+    for form in ("python", "xml", "json"):
+        for other in ("qwen", "python", "xml", "json"):
+            text = ood_render(other, [Call("ls", {"a": True})])
+            assert bool(ood.parse(form, text)[0]) == (form == other), (form, other)
+        assert ood.parse(form, "[1] says f(x) [sic], [x](http://y) {a} [] a < b & c") == ([], [])
+    docs = [{"name": "f", "parameters": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}}}]
+    text = '<call name="f">\n <arg name="s">007</arg>\n <arg name="n">7</arg><arg name="l">["a"]</arg><arg name="n2">ticket_1</arg>\n</call>'
+    assert ood.parse("xml", text, docs) == ([Call("f", {"s": "007", "n": 7, "l": ["a"], "n2": "ticket_1"})], [])
+
+
+@pytest.mark.parametrize("form", ["qwen", "python", "xml", "json"])
+def test_ood_env_plays_ground_truths(ood, form):
+    """The ground truth played in each format earns what it earns in Qwen's, the tool results are the same, and another
+    format's calls are not executed."""
+    tasks = random.Random(1).sample(env_bfcl.load_tasks("test", env_bfcl.CATEGORIES), 50)
+    for task in tasks:
+        env, plain = ood.FormatEnv(task, form), BFCLEnv(task)
+        (system, *first), (system_plain, *first_plain) = env.reset(), plain.reset()
+        assert first == first_plain and (system == system_plain) == (form == "qwen")
+        withheld = {name for names in task.held_out.values() for name in names}
+        for doc in task.tools:
+            assert (f'"name": "{doc["name"]}"' in system["content"]) == (doc["name"] not in withheld)
+        assert "tool_call" not in system["content"] or form == "qwen"
+        for calls in task.ground_truth:
+            for k in range(0, len(calls), 10):
+                assert env.step(ood_render(form, calls[k: k + 10]) + "<|im_end|>") == plain.step(ood_render("qwen", calls[k: k + 10])), task.id
+            env.step("Done.<|im_end|>"), plain.step("Done.")
+        assert env.finish == plain.finish == "done" and env.calls_per_turn == plain.calls_per_turn and not env.feedback_count.get("malformed")
+        assert (task.category, task.index) == ("miss_func", 49) or reward.score(task, env.calls_per_turn).official == 1.0, task.id
+    task = tasks[0]
+    for other in ood.FORMATS:
+        env = ood.FormatEnv(task, form)
+        env.step(ood_render(other, [Call("ls", {})]))
+        assert bool(env.calls_per_turn[0]) == (other == form)
+    env = ood.FormatEnv(task, form)
+    assert env.step(ood_render(form, [Call("ls", {})]), "length") is None and env.finish == "length"
+    env = ood.FormatEnv(task, form)
+    env.step({"qwen": "<tool_call>{}</tool_call>", "python": "[f(1)]", "xml": '<call name="f">x</call>', "json": "[{}]"}[form])
+    assert env.feedback_count == {"malformed": 1}
+    env.step({"qwen": "<tool_call>", "python": "[f(", "xml": '<call name="f">', "json": '[{"name'}[form])
+    assert env.feedback_count == {"malformed": 1, "unclosed": 1}
+
+
+OWN_ANSWERS_FAIL = {"simple_python": [200], "multiple": [], "parallel": [], "parallel_multiple": [26]}     # the answer does not fit its own function's document
+
+
+
+@pytest.mark.parametrize("form", ["qwen", "python", "xml", "json"])
+def test_ood_single_turn_sets(ood, form):
+    """The first possible answers earn 1 in each format, but for two that bfcl-eval's checker itself fails; a wrong value, a
+    call too many and no call earn 0; irrelevance is the other way round."""
+    counts, failed = {}, {}
+    for name in ood.SETS:
+        tasks = ood.load_single(name)
+        counts[name], failed[name] = len(tasks), []
+        for task in tasks:
+            env = ood.FormatEnv(task, form)
+            system, user = env.reset()
+            assert user == task.turns[0][0] and all(json.dumps(doc["name"]) in system["content"] for doc in task.tools)
+            calls = possible(task.answers) if task.answers else [Call(task.tools[0]["name"], {})]
+            assert env.step(ood_render(form, calls) + "<|im_end|>") is None and env.finish == "done" and env.calls_per_turn == [calls]
+            if ood.score_single(task, calls) == (task.answers is None):
+                failed[name].append(task.index)
+            assert ood.score_single(task, []) == (task.answers is None)
+            assert not ood.score_single(task, calls + calls) and not ood.score_single(task, [Call(c.name, c.arguments | {"zzz": 1}) for c in calls])
+            assert not ood.score_single(task, [], undecodable=True)
+    assert counts == {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
+    assert failed == OWN_ANSWERS_FAIL | {"irrelevance": []}
+    task = ood.load_single("simple_python")[0]
+    for value in (None, [], {}, {"a": [1]}, "x", 1.5, [[1]], [None]):      # whatever a model sends
+        assert not ood.score_single(task, [Call(task.tools[0]["name"], {"base": value, "height": 5})])
+
+
+def test_ood_rate_and_columns(ood):
+    def record(form, category, index, won, finish="done", texts=("x",), **feedback):
+        return {"format": form, "category": category, "index": index, "task_id": f"{category}_{index}", "finish": finish, "texts": list(texts), "feedback": feedback,
+                "infra_error": None, "reward": {"official": float(won), "strict": float(won)}}
+    few = [record("qwen", "base", k, k < 3) for k in range(10)]
+    assert ood.rate(few) == (3, 10, 0.3, *reward.wilson(3, 10))
+    four = [record("qwen", c, k, k < 3) for k in range(10) for c in ("base", "miss_func")]
+    assert ood.rate(four) == (6, 20, 0.3, *reward.bootstrap({k: [float(k < 3)] * 2 for k in range(10)}))
+    assert ood.rate([record("qwen", c, k, 0) for k in range(10) for c in ("base", "miss_func")])[3:] == reward.wilson(0, 10)
+    assert ood.rate([record("qwen", "base", 0, 1, "max_steps")])[0] == 0 and ood.rate([])[:3] == (0, 0, 0.0)
+    records = [record(f, c, k, f == "qwen" and k < 160) for f in ood.FORMATS for c in ("base", "miss_param") for k in (10, 60, 160)]
+    records += [record(f, "parallel", 170, 1, texts=["<tool_call>"]) for f in ood.FORMATS] + [record("xml", "irrelevance", 0, 0, malformed=1)]
+    t = ood.tabulate(records, "travel")
+    assert {name: c[:2] for name, c in t["columns"].items()} == {
+        "in-distribution": (4, 4), "content OOD": (1, 1), "irrelevance": (0, 0), "travel OOD": (0, 2),
+        "format OOD": (0, 12), "format + content OOD": (3, 3), "irrelevance, format OOD": (0, 1), "format + travel OOD": (0, 6)}
+    assert t["cells"]["xml parallel"]["qwen_calls"] == 1 and t["cells"]["qwen parallel"]["qwen_calls"] == 0 and t["cells"]["xml irrelevance"]["undecodable"] == 1
+    assert t["cells"]["xml base (travel)"]["official"][:2] == (0, 1) and t["summary"]["qwen"]["all official"][:2] == (4, 6)
+    assert ood.tabulate(records)["columns"]["in-distribution"][:2] == (4, 6)
+    assert "4/4" in ood.table_text({"a": t, "bb": t}, details=True)
+
+
+def test_ood_holdout_leaves_the_block_out():
+    config = grpo.GRPOConfig(categories="base,miss_func")
+    everything = {t.id for t in grpo.train_tasks(config)}
+    for name, block in env_bfcl.BLOCKS.items():
+        config.holdout = name
+        kept = grpo.train_tasks(config)
+        assert {t.id for t in kept} == {i for i in everything if int(i.rsplit("_", 1)[1]) not in block} and len(kept) < len(everything)
+    assert sorted(k for block in env_bfcl.BLOCKS.values() for k in block) == list(range(200))
+    classes = {name: {c for t in env_bfcl.load_tasks("all", ("base",)) if t.index in block for c in t.involved_classes} for name, block in env_bfcl.BLOCKS.items()}
+    for name, own in (("files", "GorillaFileSystem"), ("vehicle", "VehicleControlAPI"), ("trading", "TradingBot"), ("travel", "TravelAPI")):
+        assert [k for k in classes if own in classes[k]] == [name]
+    config.holdout = "cars"
+    with pytest.raises(ValueError, match="--holdout is one of files, vehicle, trading, travel, not 'cars'"):
+        grpo.train_tasks(config)
+
+
+def test_ood_end_to_end(ood, tiny, tmp_path, monkeypatch, capsys):
+    """One command, one table; killed or run again it plays only what is missing; other weights do not mix with it."""
+    out, model = tmp_path / "ood", shutil.copytree(tiny, str(tmp_path / "model"))
+    command = [sys.executable, OOD, model, "--out", str(out), "--limit", "2", "--engine", "hf", "--short_docs", "--max_action", "8"]
+    first = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr[-2000:]
+    table = json.load(open(out / "ood.json"))
+    columns = table["rows"][model]["columns"]
+    assert {name: c[1] for name, c in columns.items()} == {
+        "in-distribution": 8, "content OOD": 8, "irrelevance": 2, "format OOD": 24, "format + content OOD": 24, "irrelevance, format OOD": 6}
+    assert all(name in first.stdout for name in columns) and "python base" in (out / "ood.txt").read_text()
+    folder, = [p for p in out.iterdir() if p.is_dir()]
+    files = sorted(folder.glob("*.jsonl"))
+    assert [p.name for p in files] == sorted(f"{f}.{k}.jsonl" for f in ("qwen", "python", "xml", "json") for k in ("multi_turn", "single_turn"))
+    before = {p: p.read_text() for p in files}
+    cut = folder / "xml.single_turn.jsonl"
+    cut.write_text(before[cut][: len(before[cut]) // 2])      # killed in the middle of a line
+
+    def again(*arguments):      # in this process: importing torch is most of a short run
+        monkeypatch.setattr(sys, "argv", ["ood.py", *arguments])
+        ood.main()
+        return capsys.readouterr().out
+
+    capsys.readouterr()
+    assert again(*command[2:]) == first.stdout
+    kept = before[cut][: len(before[cut]) // 2].rpartition("\n")[0]
+    assert cut.read_text().startswith(kept) and all(p.read_text() == before[p] for p in files if p != cut)
+    ids = lambda text: sorted(json.loads(line)["task_id"] for line in text.splitlines())
+    assert ids(cut.read_text()) == ids(before[cut])
+    os.utime(os.path.join(model, "model.safetensors"), ns=(1, 1))
+    with pytest.raises(SystemExit, match="error: .*other weights"):
+        again(*command[2:])
+    with pytest.raises(SystemExit, match="error: no model at"):
+        again(str(tmp_path / "nothing"), "--out", str(tmp_path / "x"))
