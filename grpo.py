@@ -678,7 +678,7 @@ def check_config(config):
     if config.reward not in ("official", "strict", "per_turn"):
         raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
     if config.engine not in ("auto", "vllm", "hf"):
-        raise ValueError(f"--engine is auto, vllm or hf, not {config.engine!r}")
+        raise ValueError(f"--engine is vllm, hf or auto, not {config.engine!r}")
     if config.ops_weight not in ("plain", "luffy"):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.decode_feedback not in ("none", "short", "error"):
