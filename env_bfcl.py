@@ -402,18 +402,26 @@ class BFCLEnv:
         self.task, self.decode_feedback, self.max_steps_per_turn = task, decode_feedback, max_steps_per_turn
         self.wipe_each_turn, self.hint = wipe_each_turn, hint   # hint: text at the end of the system message
         self.names = task.names
-        self.reset()
+        self._clear()
+
+    @functools.cached_property
+    def simulators(self):
+        """Made at the first call that needs them: half of a rollout's environment time was making them."""
+        return make_simulators(self.task)
 
     def reset(self):
         """Starts over; returns [system message, first user message]."""
-        self.simulators = make_simulators(self.task)
+        self._clear()
+        system = system_prompt(self.task) + (f"\n\n{self.hint}" if self.hint else "")
+        return [{"role": "system", "content": system}, *user_messages(self.task, 0)]
+
+    def _clear(self):
+        vars(self).pop("simulators", None)
         self.calls_per_turn = [[]]   # one list for each user turn reached
         self.refused = []            # withheld functions called too early
         self.feedback_count = {}     # malformed, unclosed, held_out, unknown, not_executed -> how often
         self.finish = None
         self.steps = 0               # tool steps in this user turn
-        system = system_prompt(self.task) + (f"\n\n{self.hint}" if self.hint else "")
-        return [{"role": "system", "content": system}, *user_messages(self.task, 0)]
 
     def step(self, text, finish_reason="stop"):
         """Takes a message of the model; returns the new messages, or None when the episode is over."""
@@ -459,7 +467,7 @@ class BFCLEnv:
         self.calls_per_turn.append([])
         self.steps = 0
         if self.wipe_each_turn:
-            self.simulators = make_simulators(self.task)
+            vars(self).pop("simulators", None)
         return user_messages(self.task, len(self.calls_per_turn) - 1)
 
     def _end(self, finish):

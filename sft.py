@@ -247,7 +247,12 @@ def read_chats(path):
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line) if isinstance(line, str) else line
-            chats.append(_toolace_chat(record) if "conversations" in record else _openai_chat(record))
+            chat = _toolace_chat(record) if "conversations" in record else _openai_chat(record)
+            while chat and chat[-1]["role"] != "assistant":     # nothing to learn there
+                chat.pop()
+            if [m["role"] for m in chat] != ["system"] + ["user", "assistant"] * (len(chat) // 2) or len(chat) < 3:
+                raise ValueError("roles must be user and assistant (or tool) in turn, with an answer")
+            chats.append(chat)
         except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as e:
             raise ValueError(f"{path}, line {number}: {type(e).__name__}: {str(e)[:160]}") from None
     return chats
@@ -298,9 +303,8 @@ def _python_calls(text):
 
 
 def encode_chat(tokenizer, messages, name, *, think=False):
-    """[system, user, assistant, user, ...] -> Trajectory with the same glue as a rollout; mask 1 on assistant messages."""
-    if [m["role"] for m in messages] != ["system"] + ["user", "assistant"] * ((len(messages) - 1) // 2):
-        raise ValueError(f"{name}: roles must be system, then user and assistant in turn, assistant last")
+    """[system, user, assistant, user, ..., assistant] (see read_chats) -> Trajectory with the same glue as a rollout; mask 1 on
+    assistant messages."""
     glue, t = chat_glue(tokenizer, think), Trajectory(name, source="demo")
     t.extend(prompt_ids(glue, messages[:2]))
     t.prompt_len = len(t.ids)

@@ -2202,8 +2202,9 @@ def test_other_peoples_chats_become_the_same_ids(tokenizer, tmp_path):
     path.write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="line 1"):
         sft.read_chats(str(path))
-    with pytest.raises(ValueError, match="roles must be"):
-        sft.encode_chat(tokenizer, chats[0][:2], "a")
+    path.write_text("\n" + json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}))
+    with pytest.raises(ValueError, match="line 1.*roles must be"):
+        sft.read_chats(str(path))
 
 
 def test_untrained_tag_rows_are_reported_and_initialised(padded, tokenizer, capsys):
