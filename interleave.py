@@ -595,7 +595,10 @@ def prepare_out(config):
     with open(path + ".tmp", "w") as f:
         json.dump(flags, f, indent=1)
     os.replace(path + ".tmp", path)
-    return find_checkpoint(out)
+    found = find_checkpoint(out)
+    if not found[0] and (lost := glob.glob(os.path.join(out, "ckpt-*.damaged"))):
+        raise ValueError(f"no checkpoint in {out} is whole ({len(lost)} damaged): --fresh starts over")
+    return found
 
 
 def prepare(config):
