@@ -33,6 +33,10 @@ import sys
 import zlib
 from dataclasses import dataclass, field
 
+if __name__ == "__main__" and "PYTHONHASHSEED" not in os.environ:   # three simulator methods print sets: else their order, and so what
+    os.environ["PYTHONHASHSEED"] = "0"                              # the policy reads, changes from process to process
+    os.execv(sys.executable, sys.orig_argv)
+
 from rollout import (chat_glue, evaluate, find_model, load_tokenizer, load_trajectories, make_engine, parse_flags,    # before torch
                      save_trajectories, summary)
 import torch
