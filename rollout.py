@@ -24,10 +24,12 @@ import gc
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 
 # OpenMP and vLLM read these when they are imported. With spinning threads one other busy process makes torch on a CPU 15
@@ -414,6 +416,8 @@ class VLLMEngine:
             for name, value in (("VLLM_CPU_KVCACHE_SPACE", str(max(int(kv_gib), 1))), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
                                 ("TORCHDYNAMO_DISABLE", "1")):      # compiling takes longer here than it saves
                 os.environ.setdefault(name, value)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")    # its own imports, at each start
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM, SamplingParams
         from vllm.sampling_params import RequestOutputKind
         if gpu:
