@@ -181,7 +181,8 @@ NAMES = ["__init__", "__class__", "__dict__", "_load_scenario", "ls.__globals__"
          "__import__('os').system('false')"]
 BAD = ['{"name": "ls", "arguments": {"a": ' + x + "}}" for x in ("", "NaN", "-Infinity", "1e999", "9" * 5000, '{"\\udfff": 1}', '"' + "x" * 99_000 + '"')] + [
     '{"name": "echo", "arguments": {"content": "\\ud800"}}', '{"name": "ls", "arguments": []}', '{"name": "ls", "arguments": null}', '{"name": ["ls"], "arguments": {}}',
-    '{"name": "ls", "name": "rm", "arguments": {}}', "null", "[]", "7", '"ls"', "[" * 50_000, '{"a":' * 15_000 + "1" + "}" * 15_000, '{"name": "ls", "arguments": {', "", "\x00", "\ud800", "ls()", "<tool_call>" * 3000]
+    '{"name": "ls", "name": "rm", "arguments": {}}', "null", "[]", "7", '"ls"',
+    "[" * 50_000, '{"a":' * 15_000 + "1" + "}" * 15_000, '{"name": "ls", "arguments": {', "", "\x00", "\ud800", "ls()", "<tool_call>" * 3000]
 SOUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "{", "}", '"', "\\", "\n",
         '{"name": "ls", "arguments": {}}', "\ud800", "\x00"]
 LS = f"<tool_call>{SOUP[-3]}</tool_call>"
