@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import importlib.util
 import inspect
 import itertools
 import json
@@ -679,6 +680,10 @@ def check_config(config):
         raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
     if config.engine not in ("auto", "vllm", "hf"):
         raise ValueError(f"--engine is vllm, hf or auto, not {config.engine!r}")
+    if config.report_to and config.report_to not in ("tensorboard", "wandb", "trackio"):
+        raise ValueError(f"--report_to is tensorboard, wandb or trackio, not {config.report_to!r}")
+    if config.report_to and importlib.util.find_spec(config.report_to) is None:
+        raise ValueError(f"--report_to {config.report_to}: pip install {config.report_to} first")     # accelerate would say nothing
     if config.ops_weight not in ("plain", "luffy"):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.decode_feedback not in ("none", "short", "error"):
