@@ -53,8 +53,8 @@ from grpo import GRPOConfig
 FAMILIES = {    # the settings of a model family: the paper's, and one that a CPU finishes in minutes
     "qwen2.5": dict(model="Qwen/Qwen2.5-1.5B-Instruct", rounds="50,100,150"),
     "qwen3": dict(model="Qwen/Qwen3-1.7B", rounds="50,50,100"),
-    "tiny": dict(model="runs/tiny_model", rounds="8,8", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, tokens_per_row=8192, mini_batch=6,
-                 lr=5e-5, warmup=1, rl_warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=2e-3, sft_stop_accuracy=0.999, ets_epochs=12, failed="any", failed_window=3,
+    "tiny": dict(model="runs/tiny_model", rounds="6,6", categories="base", train_tasks=6, short_docs=True, prompts=6, n=8, tokens_per_row=8192, mini_batch=6,
+                 lr=2e-5, warmup=1, rl_warmup=1, sft_start=150, sft_lr=4e-3, ets_lr=3e-3, sft_stop_accuracy=0.999, ets_epochs=30, failed="any", failed_window=3,
                  max_action=160, max_response=2048, save_every=3, kv_gib=1.0, eval_limit=50, eval_categories="base", eval_samples=8),
 }
 SIGNALS = {     # signal -> its schedules; the first is the paper's

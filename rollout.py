@@ -500,64 +500,48 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
     Returns one Trajectory per env, in order. `groups[i]` is copied into it. Caps are in tokens: `max_action` per message,
     `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
     the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None; three of
-    the same kind in a row raise RuntimeError.
-    `faults` of the released code, for measuring: "end_token" adds and trains an end token that nobody sampled after a
-    message cut by length; "hint_context" see prompt_ids. `on_finish(i, trajectory)` is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
-    glue, generations = chat_glue(tokenizer, think), [0] * len(envs)
+    the same kind in a row raise RuntimeError. `faults` of the released code, for measuring: "end_token" adds and trains an
+    end token that nobody sampled after a message cut by length; "hint_context" see prompt_ids. `on_finish(i, trajectory)`
+    is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
+    glue, spent, failures = chat_glue(tokenizer, think), collections.Counter(), []
     trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
-    spent, left, streak = collections.Counter(), len(envs), []
     bar = tqdm(total=len(envs), desc=desc, disable=desc is None, leave=False, dynamic_ncols=True)
 
     def end(i, finish, infra_error=None):
-        nonlocal left
-        t, env, left = trajectories[i], envs[i], left - 1
-        t.finish, t.infra_error = finish, infra_error
-        t.source = "hint" if getattr(env, "hint", "") else "policy"
-        t.calls, t.feedback, t.refused = env.calls_per_turn, dict(env.feedback_count), len(env.refused)
-        streak.append(infra_error.strip().splitlines()[-1]) if infra_error else streak.clear()
-        if len(streak) >= 3 and len(set(streak[-3:])) == 1:
-            raise RuntimeError(f"three episodes in a row were lost to the same failure, which is not the model's:\n{infra_error}")
-        if not infra_error:
-            start = time.perf_counter()
-            t.reward = rw.score(env.task, env.calls_per_turn)
-            spent["reward_s"] += time.perf_counter() - start
-            if t.reward.error not in (None, "turns"):   # an exception in scoring
-                t.finish, t.infra_error, t.reward = "infra", f"reward: {t.reward.error}", None
-        env.close()
+        t = trajectories[i]
+        close_trajectory(t, envs[i], finish, infra_error, spent)
+        spent["ended"] += 1
+        failures.append(t.infra_error.strip().splitlines()[-1]) if t.infra_error else failures.clear()
+        if len(failures) >= 3 and len(set(failures[-3:])) == 1:
+            raise RuntimeError(f"three episodes in a row were lost to the same failure, which is not the model's:\n{t.infra_error}")
         bar.update()
         if on_finish:
             on_finish(i, t)
 
-    def generate(i):
-        """Ask for the next message of trajectory i, or end it at a cap."""
-        t = trajectories[i]
-        room = max_response - (len(t.ids) - t.prompt_len)
-        if generations[i] >= max_generations or room <= 0:
-            return end(i, "max_generations" if room > 0 else "max_response")
-        generations[i] += 1
-        t.turns.append(len(envs[i].calls_per_turn) - 1)
-        engine.add(i, t.ids, min(max_action, room))
-
-    def advance(i, step, *args):
-        """Let the environment move (`step` is its reset or step); returns its messages, None at the end."""
-        start = time.perf_counter()
+    def move(i, step, *args):
+        """Let environment i move (`step` is its reset or step), take in what it says, ask for the next message."""
+        t, start = trajectories[i], time.perf_counter()
         try:
-            return step(*args)
-        finally:
+            messages = step(*args)
             spent["env_s"] += time.perf_counter() - start
+            if messages and t.ids:
+                t.extend(observation_ids(glue, messages, max_observation))
+            elif messages:
+                t.extend(prompt_ids(glue, messages, special="hint_context" in faults))
+                t.prompt_len = len(t.ids)
+        except Exception:
+            return end(i, "infra", traceback.format_exc())
+        if messages is None:
+            return end(i, envs[i].finish)
+        room = max_response - (len(t.ids) - t.prompt_len)
+        if t.prompt_len > max_prompt or len(t.texts) >= max_generations or room <= 0:
+            return end(i, "prompt" if t.prompt_len > max_prompt else "max_generations" if room > 0 else "max_response")
+        t.turns.append(len(envs[i].calls_per_turn) - 1)
+        engine.add(i, list(t.ids), min(max_action, room))
 
     for i, env in enumerate(envs):
-        try:
-            trajectories[i].extend(prompt_ids(glue, advance(i, env.reset), special="hint_context" in faults))
-        except Exception:
-            end(i, "infra", traceback.format_exc())
-            continue
-        trajectories[i].prompt_len = len(trajectories[i].ids)
-        if trajectories[i].prompt_len > max_prompt:
-            end(i, "prompt")
-        else:
-            generate(i)
-    while left:
+        move(i, env.reset)
+    while spent["ended"] < len(envs):
         start = time.perf_counter()
         finished = engine.step()
         spent["engine_s"] += time.perf_counter() - start
@@ -569,24 +553,28 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
             t.extend(list(ids), logp)
             if "end_token" in faults and reason == "length":
                 t.extend([glue.end], [0.0])
-            spent["generations"] += 1
-            spent["sampled_tokens"] += len(ids)
-            try:
-                t.texts.append(tokenizer.decode(ids, skip_special_tokens=False))
-                messages = advance(i, envs[i].step, t.texts[-1], reason)
-            except Exception:
-                end(i, "infra", traceback.format_exc())
-                continue
-            if messages is None:
-                end(i, envs[i].finish)
-            else:
-                t.extend(observation_ids(glue, messages, max_observation))
-                generate(i)
+            t.texts.append(tokenizer.decode(ids, skip_special_tokens=False))
+            spent.update(generations=1, sampled_tokens=len(ids))
+            move(i, envs[i].step, t.texts[-1], reason)
         bar.set_postfix(messages=spent["generations"], tokens=spent["sampled_tokens"], refresh=False)
     bar.close()
     if stats is not None:
-        stats.update(spent)
+        stats.update({k: v for k, v in spent.items() if k != "ended"})
     return trajectories
+
+
+def close_trajectory(t, env, finish, infra_error, spent):
+    """Fill in what is known at the end of an episode, its reward included; an exception in scoring is no task failure."""
+    t.finish, t.infra_error = finish, infra_error
+    t.source = "hint" if getattr(env, "hint", "") else "policy"
+    t.calls, t.refused, t.feedback = env.calls_per_turn, len(env.refused), dict(getattr(env, "feedback_count", {}))
+    if not infra_error:
+        start = time.perf_counter()
+        t.reward = rw.score(env.task, env.calls_per_turn)
+        spent["reward_s"] += time.perf_counter() - start
+        if t.reward.error not in (None, "turns"):
+            t.finish, t.infra_error, t.reward = "infra", f"reward: {t.reward.error}", None
+    env.close()
 
 
 def trajectory_record(t, task, prompt=True):
