@@ -3353,3 +3353,90 @@ def test_ood_end_to_end(ood, tiny, tmp_path, monkeypatch, capsys):
         again(*command[2:])
     with pytest.raises(SystemExit, match="error: no model at"):
         again(str(tmp_path / "nothing"), "--out", str(tmp_path / "x"))
+
+
+# =====================================================================================================================
+# Chaos: the short forms of tools/chaos.py, and what Ctrl-C, a lost file and a long answer leave behind
+
+def chaos(*args):
+    done = subprocess.run([sys.executable, "tools/chaos.py", *args, "--short"], cwd=HERE, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def chaos_model(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("models") / "chaos")
+    subprocess.run([sys.executable, "tools/tiny_model.py", path, "--hidden", "64", "--layers", "1", "--vocab", "1024"], cwd=HERE, check=True, capture_output=True)
+    return path
+
+
+def test_chaos_a_killed_run_ends_as_an_undisturbed_one(chaos_model, tmp_path):
+    shown = chaos("kill", "--kills", "3", "--model", chaos_model, "--out", str(tmp_path))
+    assert "kills                      3" in shown and "'metrics_lines'" in shown, shown
+
+
+def test_chaos_hostile_messages():
+    shown = chaos("fuzz", "--messages", "500")
+    assert "other_tasks_unchanged      800" in shown, shown
+
+
+def test_chaos_a_full_disk_is_one_line_and_ctrl_c_another(chaos_model, tmp_path):
+    shown = chaos("disk", "--model", chaos_model, "--out", str(tmp_path))
+    assert shown.startswith("error: cannot write to") and "the same command continues from" in shown, shown
+
+
+def test_chaos_ctrl_c_waits_for_the_checkpoint(tiny, tmp_path, monkeypatch):
+    run = checkpointed(tiny, tmp_path, n=1)
+    save_file = interleave.save_file
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        save_file(*args)
+    monkeypatch.setattr(interleave, "save_file", interrupted)
+    run.state["step"] = 7
+    with pytest.raises(KeyboardInterrupt):
+        interleave.save_checkpoint(run)
+    path, state = interleave.find_checkpoint(str(tmp_path))
+    assert path == str(tmp_path / "ckpt-000002") and state["step"] == 7
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_chaos_best_is_the_highest_mean_of_train_rewards(tiny, tmp_path):
+    run = checkpointed(tiny, tmp_path, n=1)
+    assert not (tmp_path / "best").exists()     # fewer than BEST_WINDOW steps
+    kept = {}
+    for rewards in ([.1, .2, .3, .2, .2], [.2, .2, .2, .2, .2], [.9, .0, .0, .0, .0], [.2, .2, .2, .2, .9]):
+        trajectories = random_forest(0)
+        grpo.update(run.learner, trajectories, advantages_of(trajectories), config_for_update())
+        run.state["rewards"] = rewards
+        interleave.save_checkpoint(run)
+        kept[tuple(rewards)] = (tmp_path / "best" / "model.safetensors").read_bytes()
+    first, tie, lucky, best = kept.values()
+    assert first == tie == lucky != best
+    events = [json.loads(x) for x in open(tmp_path / "metrics.jsonl")]
+    assert [round(e["reward"], 3) for e in events] == [.2, .34] and {e["event"] for e in events} == {"best"}
+    assert "optimizer.safetensors" not in os.listdir(tmp_path / "best") and ro.load_model(str(tmp_path / "best")) and ro.load_tokenizer(str(tmp_path / "best"))
+    assert interleave.find_checkpoint(str(tmp_path))[1]["best"] == pytest.approx(.34)
+
+
+def test_chaos_a_run_that_cannot_be_continued_says_so(tiny, tmp_path):
+    config = interleave.Config(model=tiny, out=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json.tmp").write_text("{")        # killed in its first write
+    assert interleave.prepare_out(config) == (None, None)
+    run = make_run(tiny, tmp_path / "run")
+    grpo.set_optimizer(run.learner, 1e-3)
+    interleave.save_checkpoint(run)
+    (tmp_path / "run" / "ckpt-000001" / "model.safetensors").write_bytes(b"")
+    for _ in range(2):      # the only one is damaged: what it leaves is not overwritten, the second time neither
+        with pytest.raises(ValueError, match="--fresh") as caught:
+            interleave.prepare_out(config)
+        assert "\n" not in str(caught.value)
+
+
+def test_chaos_only_the_end_of_megabytes_is_encoded(tokenizer):
+    glue = ro.chat_glue(tokenizer)
+    before = glue.encode.cache_info().currsize
+    long = "".join(f"line {k} of a long file\n" for k in range(400_000))
+    ids = ro.observation_ids(glue, [{"content": long}], 256)
+    assert ids == glue.after_action + glue.encode(long[-4000:])[-256:] + glue.before_action and glue.encode.cache_info().currsize <= before + 1
