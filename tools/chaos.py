@@ -127,7 +127,7 @@ def kill(args):
             moment, times, limit = rng.choice(["checkpoint", "checkpoint", "evaluate", "rollout", "update"]), rng.randint(1, 4), rng.uniform(0.3, 1.5) * seconds
             if killed.total() < args.kills and life.wait_for(moment, times, limit):
                 time.sleep(rng.uniform(0, 0.02 if moment == "checkpoint" else 0.5))
-                gentle = rng.random() < 0.2 and re.search("evaluate|rollout", life.shown())     # before, Python itself is being loaded
+                gentle = rng.random() < 0.3 and re.search("evaluate|rollout", life.shown())     # before, Python itself is being loaded
                 if at := life.stop(signal.SIGINT if gentle else signal.SIGKILL):
                     (ctrl_c if gentle else killed)[at] += 1
                     gentle and life.last_line("interrupted: the same command continues from")
