@@ -688,7 +688,7 @@ def check_config(config):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.decode_feedback not in ("none", "short", "error"):
         raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
-    for name in ("prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):
+    for name in ("steps", "prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):
         if getattr(config, name) < 1:
             raise ValueError(f"--{name} must be at least 1")
     world = int(os.environ.get("WORLD_SIZE", 1))

@@ -148,7 +148,10 @@ def read_config():
         raise ValueError("--teacher URL and --teacher_model NAME go together")
     if config.sft_data:
         sft.read_chats(config.sft_data)
-    if not 0 < config.hinted <= config.n:
+    for name in ("sft_epochs", "ets_epochs", "sft_dialogues", "failed_window", "save_every"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name} must be at least 1")
+    if config.signal == "hint" and not 0 < config.hinted <= config.n:
         raise ValueError(f"--hinted must lie between 1 and --n {config.n}")
     if not config.model:
         raise ValueError("give --model DIR or a --preset")

@@ -122,6 +122,8 @@ def gguf_to_hf(path, out):
 
 def find_model(path, out="runs"):
     """Check `path` before any long work: a local directory, a .gguf file, or a hub id. Returns a loadable path."""
+    if not path:
+        raise ValueError("give --model: a local directory, a .gguf file, or a hub id")
     if path.endswith(".gguf"):
         if not os.path.isfile(path):
             raise ValueError(f"no such file: {path}")

@@ -240,11 +240,13 @@ def read_chats(path):
     with open(path, encoding="utf-8") as f:
         text = f.read()
     try:
-        lines = json.loads(text) if text.lstrip().startswith("[") else [l for l in text.splitlines() if l.strip()]
+        lines = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
     chats = []
     for number, line in enumerate(lines, 1):
+        if isinstance(line, str) and not line.strip():
+            continue
         try:
             record = json.loads(line) if isinstance(line, str) else line
             chat = _toolace_chat(record) if "conversations" in record else _openai_chat(record)
@@ -255,6 +257,8 @@ def read_chats(path):
             chats.append(chat)
         except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as e:
             raise ValueError(f"{path}, line {number}: {type(e).__name__}: {str(e)[:160]}") from None
+    if not chats:
+        raise ValueError(f"{path} holds no chats")
     return chats
 
 
@@ -413,6 +417,8 @@ def sft_phase(learner, trajectories, config, start=0, recent=None, desc="sft"):
 def main():
     config = parse_flags(SFTConfig, description=__doc__.split("\n")[0])
     try:
+        if min(config.dialogues, config.epochs + config.steps, config.tokens_per_row) < 1:
+            raise ValueError("--dialogues, --tokens_per_row and --epochs (or --steps) must be at least 1")
         path = find_model(config.model, config.out)
         tokenizer = load_tokenizer(path)
         tasks = grpo.train_tasks(config)
