@@ -2203,7 +2203,7 @@ def test_other_peoples_chats_become_the_same_ids(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="line 1"):
         sft.read_chats(str(path))
     path.write_text("\n" + json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}))
-    with pytest.raises(ValueError, match="line 1.*roles must be"):
+    with pytest.raises(ValueError, match="line 2.*roles must be"):     # blank lines count
         sft.read_chats(str(path))
 
 
