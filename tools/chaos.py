@@ -48,7 +48,8 @@ class Life:
     """One process of the run in `out`, from its start to its end, whoever ends it."""
 
     def __init__(self, args, out):
-        self.out, self.log, self.started = out, f"{out}.log", time.time()
+        self.out, self.started = out, time.time()
+        self.log = f"{args.out}/{os.path.relpath(out, args.out).replace('/', '-')}.log"      # not on the disk that is full
         command = [sys.executable, "interleave.py", *RUN, *(SHORT if args.short else []), "--model", args.model, "--out", out]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=open(self.log, "wb"), stderr=subprocess.STDOUT)
 
