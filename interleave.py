@@ -588,9 +588,10 @@ def prepare_out(config):
     """Create OUT, or check that it belongs to the same flags; returns (checkpoint path, state) to go on from, or (None, None)."""
     out, path = config.out, os.path.join(config.out, "config.json")
     flags = dataclasses.asdict(config)
-    if config.fresh and os.path.exists(path):
+    is_run = os.path.exists(path) and "signal" in json.load(open(path))     # a model's directory has a config.json, too
+    if config.fresh and is_run:
         shutil.rmtree(out)
-    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp"} and not os.path.exists(path):
+    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp"} and not is_run:
         raise ValueError(f"{out} is not empty and not a run: give another --out")
     if os.path.exists(path):
         before = json.load(open(path))
