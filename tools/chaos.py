@@ -154,6 +154,7 @@ def disk(args):
                 with open(f"{place}/ballast", "wb", 0) as f:
                     f.write(bytes(max(shutil.disk_usage(place).free - left, 0)))
             else:
+                left = min(200_000 + left, 900_000)     # the log must fit below, Adam's moments must not
                 resource.prlimit(life.process.pid, resource.RLIMIT_FSIZE, (left, left))
             stops.append({"left": left, "how": "tmpfs" if mounted else "RLIMIT_FSIZE", "line": life.last_line("error: cannot write to")})
             print(stops[-1]["line"], flush=True)
