@@ -25,7 +25,6 @@ import dataclasses
 import functools
 import glob
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -99,7 +98,7 @@ class GRPOConfig:
     sleep: bool = field(default=False, metadata={"help": "vLLM gives its memory back during the update (small cards)"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward: less memory, more rows"})
     compile: bool = field(default=False, metadata={"help": "compile MLPs and norms (a minute at the start)"})
-    checkpointing: bool = field(default=True, metadata={"help": "recompute activations in the backward"})
+    checkpointing: str = field(default="full", metadata={"help": "the backward recomputes full layers, their mlp (more memory, faster) or none (most memory)"})
     load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
     report_to: str = field(default="", metadata={"help": "interleave.py: also log to tensorboard, wandb or trackio (through accelerate)"})
     save_rollouts: bool = field(default=True, metadata={"help": "write each step's trajectories to OUT/rollouts/"})
@@ -161,9 +160,11 @@ class Row:
     trained: list               # K pairs (trajectory, position in its ids)
     source: torch.Tensor        # [K] the place in the row whose hidden state predicts that token
     target: torch.Tensor        # [K] that token
+    calls: list = None          # on CUDA: tree_calls of the segments
 
     def to(self, device):
-        return dataclasses.replace(self, **{k: getattr(self, k).to(device) for k in ("ids", "positions", "source", "target")})
+        calls = tree_calls(self.segments, device) if device.type == "cuda" else None
+        return dataclasses.replace(self, calls=calls, **{k: getattr(self, k).to(device) for k in ("ids", "positions", "source", "target")})
 
 
 def _common(a, b):
@@ -246,35 +247,104 @@ def _build_row(trajectories, members):
     return Row(tensor(ids), tensor(positions), segments, trained, tensor(source), tensor(target))
 
 
-def _tree_attention(module, query, key, value, attention_mask, scaling=None, segments=None, layout=None, **kwargs):
+# --- attention of a row -----------------------------------------------------------------------------------------------
+# CPU: one SDPA call per segment. CUDA: in the row's order (a node, then all that descends from it) the descendants of a node
+# are one contiguous stretch. So a row needs one causal call over the segments themselves and per depth one call without a
+# mask, in which all descendants of a node are ONE long query sequence and the node's tokens its keys. Keys are read in place;
+# the partial softmaxes are merged by their log-sum-exp.
+
+@torch.compiler.disable     # the row is an opaque object to the compiled parts: they do not depend on its shape
+def _tree_attention(module, query, key, value, attention_mask, scaling=None, row=None, **kwargs):
     """query [1, H, T, D], key and value [1, Hkv, T, D] of a packed row -> [1, T, H, D]."""
     query, key = query.to(value.dtype), key.to(value.dtype)     # autocast leaves the rotary embedding's results in fp32
-    if layout is not None:
-        gather, cu_q, cu_k, max_q, max_k = layout
-        q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1)[gather], value[0].transpose(0, 1)[gather]
-        return _varlen()(q.contiguous(), k, v, cu_q, cu_k, max_q, max_k, scale=scaling, window_size=(-1, 0))[None], None
+    if query.is_cuda and query.dtype != torch.float32:
+        return TreeAttention.apply(*(x[0].transpose(0, 1) for x in (query, key, value)), row.calls, scaling)[None], None
     out = []
-    for start, end, path in segments:       # one call per segment: half the time of one call with a T x T mask
+    for start, end, path in row.segments:       # one call per segment: half the time of one call with a T x T mask
         k, v = (torch.cat([x[:, :, a:b] for a, b in path + ((start, end),)], 2) for x in (key, value))
         mask = torch.ones(end - start, k.shape[2], dtype=torch.bool, device=k.device).tril(k.shape[2] - (end - start)) if path else None
         out.append(F.scaled_dot_product_attention(query[:, :, start:end], k, v, mask, is_causal=not path, scale=scaling, enable_gqa=True))
     return torch.cat(out, 2).transpose(1, 2), None
 
 
+def tree_calls(segments, device):
+    """A row's segments -> its kernel calls [(queries, keys, cu_q, cu_k, max_q, max_k, causal)]; queries and keys are a slice or
+    an index. The first call is every segment with itself; then, per depth, all descendants of each node with that node."""
+    last, depths = {}, {}
+    for _, end, path in segments:
+        last |= dict.fromkeys(path, end)        # in the row's order: the last one stays
+    for start, end, path in segments:
+        if (start, end) in last:
+            depths.setdefault(len(path), []).append((end, last[start, end], start, end))
+
+    def call(ranges, causal):       # ranges: [(first query, end, first key, end)]
+        where, cu, longest = [], [], []
+        for a, b in ((0, 1), (2, 3)):
+            lengths = [r[b] - r[a] for r in ranges]
+            where.append(slice(ranges[0][a], ranges[0][b]) if len(ranges) == 1 else torch.cat([torch.arange(r[a], r[b]) for r in ranges]).to(device))
+            cu.append(torch.tensor([0] + lengths).cumsum(0).to(device, torch.int32))
+            longest.append(max(lengths))
+        # at least 2: with one query per sequence the kernel swaps heads and queries, and lse comes in another shape
+        return *where, *cu, max(longest[0], 2), longest[1], causal
+
+    own = (slice(None), slice(None), *call([(s, e, s, e) for s, e, _ in segments], True)[2:])
+    return [own] + [call(ranges, False) for _, ranges in sorted(depths.items())]
+
+
+class TreeAttention(torch.autograd.Function):
+    """q [T, H, D], k and v [T, Hkv, D] -> [T, H, D]; `calls` from tree_calls.
+
+    Not autograd through varlen_attn(return_aux=...): its backward drops the gradient of lse without a word (torch 2.11, 2.13).
+    Nor is it needed: flash backward computes P = exp(S - lse) and dS = P (dP - rowsum(dO O)), so given the MERGED output and
+    lse each partial call returns its exact share of dQ and the exact dK, dV of its keys."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, calls, scale):
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        flash, _ = _kernels()
+        out, lse = flash(q, k, v, *calls[0][2:], scale)                     # [T, H, D], [H, T]
+        for i, j, *how in calls[1:]:
+            part, part_lse = flash(q[i], k[j], v[j], *how, scale)
+            old = lse[:, i]
+            new = torch.logaddexp(old, part_lse)                            # [H, n]
+            weight = lambda x: (x - new).exp().T[:, :, None]                # [n, H, 1]
+            out[i] = (out[i] * weight(old) + part * weight(part_lse)).to(out.dtype)
+            lse[:, i] = new
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.calls, ctx.scale = calls, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        grad, (_, flash_backward) = grad.contiguous(), _kernels()
+        wide = torch.promote_types(q.dtype, torch.float32)                  # partial sums meet in fp32
+        dq, dk, dv = (x.to(wide) for x in flash_backward(grad, q, k, v, out, lse, *ctx.calls[0][2:], ctx.scale))
+        for i, j, *how in ctx.calls[1:]:
+            parts = flash_backward(grad[i], q[i], k[j], v[j], out[i], lse[:, i].contiguous(), *how, ctx.scale)
+            for total, where, part in zip((dq, dk, dv), (i, j, j), parts):
+                total[where] += part        # an index names each place once
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
 @functools.cache
-def _varlen():
-    from torch.nn.attention.varlen import varlen_attn
-    needs_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters     # torch 2.11 groups KV heads without asking
-    return functools.partial(varlen_attn, enable_gqa=True) if needs_flag else varlen_attn
-
-
-def _layout(row, device):
-    """For CUDA: each segment's keys gathered behind each other; window (-1, 0) is causal from the bottom right."""
-    gather = torch.cat([torch.arange(a, b) for start, end, path in row.segments for a, b in path + ((start, end),)])
-    q = torch.tensor([0] + [end - start for start, end, _ in row.segments])
-    k = torch.tensor([0] + [sum(b - a for a, b in path) + end - start for start, end, path in row.segments])
-    cumulative = lambda x: x.cumsum(0).to(device, torch.int32)
-    return gather.to(device), cumulative(q), cumulative(k), int(q.max()), int(k.max())
+def _kernels():
+    """(forward, backward): FlashAttention 4 on Hopper, which vLLM brings along, else torch's own FlashAttention 2 (half as fast there).
+    Both take q [n, H, D] and (cu_q, cu_k, max_q, max_k, causal, scale); forward returns out [n, H, D] and lse [H, n]."""
+    if torch.cuda.get_device_capability()[0] == 9:
+        try:
+            from vllm.vllm_flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+        except Exception as e:      # its compiler is a package of its own, and fails in many ways
+            tqdm.write(f"attention: FlashAttention 2; vLLM's FlashAttention 4 does not load ({type(e).__name__}: {str(e)[:100]})")
+        else:
+            how = lambda cu_q, cu_k, max_q, max_k, causal, scale: dict(
+                cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, causal=causal, softmax_scale=scale)
+            return (lambda q, k, v, *args: _flash_attn_fwd(q, k, v, return_lse=True, **how(*args))[:2],
+                    lambda grad, q, k, v, out, lse, *args: _flash_attn_bwd(q, k, v, out, grad, lse, **how(*args)))
+    unused = lambda q: (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))      # dropout's
+    return (lambda q, k, v, *args: torch.ops.aten._flash_attention_forward(q, k, v, *args[:4], 0.0, args[4], False, scale=args[5])[:2],
+            lambda grad, q, k, v, out, lse, *args: torch.ops.aten._flash_attention_backward(
+                grad, q, k, v, out, lse, *args[:4], 0.0, args[4], *unused(q), scale=args[5]))
 
 
 ALL_ATTENTION_FUNCTIONS.register("tree", _tree_attention)
@@ -303,9 +373,8 @@ def packed_logprobs(model, row, temperature=1.0, watch=None):
     row = row.to(device)
     if model.config._attn_implementation != "tree":
         model.set_attn_implementation("tree")
-    layout = _layout(row, device) if device.type == "cuda" and (torch.is_autocast_enabled("cuda") or model.dtype != torch.float32) else None
     hidden = model.model(input_ids=row.ids[None], position_ids=row.positions[None], attention_mask={"full_attention": None},
-                         use_cache=False, segments=row.segments, layout=layout).last_hidden_state[0]      # [T, D]
+                         use_cache=False, row=row).last_hidden_state[0]      # [T, D]
     hidden, weight, vocab = hidden[row.source], model.lm_head.weight, getattr(model, "real_vocab", None)    # [K, D], [V, D]
     many = torch.is_grad_enabled() and len(row.target) > HEAD_CHUNK     # a single chunk needs no recomputation
     head = functools.partial(checkpoint, _head, use_reentrant=False) if many else _head
@@ -330,17 +399,34 @@ class Learner:
         return torch.autocast("cuda", torch.bfloat16) if self.model.device.type == "cuda" else contextlib.nullcontext()
 
 
-def make_learner(path, tokenizer=None, checkpointing=True, compile=False, report_to="", out=""):
+def make_learner(path, tokenizer=None, checkpointing="full", compile=False, report_to="", out=""):
     accelerator = Accelerator(log_with=report_to or None, project_dir=out or None)
     model = load_model(path, torch.float32, accelerator.device).train()
     model.set_attn_implementation("tree")
     model.real_vocab = len(tokenizer) if tokenizer else None
-    if checkpointing and accelerator.device.type == "cuda":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if compile:     # in place, so that names in checkpoints stay; attention stays eager: its layout changes with each row
-        for module in [model.model.norm] + [m for layer in model.model.layers for m in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)]:
-            module.compile(dynamic=True)
+    save_memory(model, checkpointing)
+    if compile:
+        compile_layers(model)
     return Learner(model, accelerator)
+
+
+def save_memory(model, checkpointing):
+    """What the backward recomputes: "full" each layer, "mlp" its MLP (two thirds of what a layer keeps; attention runs once), "none"."""
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif checkpointing == "mlp":
+        class RecomputedMLP(type(model.model.layers[0].mlp)):       # not a function per layer: compiled, that would be a graph per layer
+            def forward(self, x):
+                return checkpoint(super().forward, x, use_reentrant=False)
+
+        for layer in model.model.layers:
+            layer.mlp.__class__ = RecomputedMLP
+
+
+def compile_layers(model):
+    """In place, so that names in checkpoints stay; attention stays eager. One graph serves all layers and row lengths."""
+    for module in (*model.model.layers, model.model.norm):
+        module.compile(dynamic=True)
 
 
 def set_optimizer(learner, lr, betas=(0.9, 0.999), weight_decay=0.01):
@@ -686,6 +772,8 @@ def check_config(config):
         raise ValueError(f"--report_to {config.report_to}: pip install {config.report_to} first")     # accelerate would say nothing
     if config.ops_weight not in ("plain", "luffy"):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
+    if config.checkpointing not in ("full", "mlp", "none"):
+        raise ValueError(f"--checkpointing is full, mlp or none, not {config.checkpointing!r}")
     if config.decode_feedback not in ("none", "short", "error"):
         raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
     for name in ("steps", "prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):

@@ -421,7 +421,7 @@ class VLLMEngine:
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")    # its own imports, at each start
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
         from vllm import LLM, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine import EngineCoreRequest
         if gpu:
             hashing = "xxhash" if importlib.util.find_spec("xxhash") else "sha256"
             how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), enable_sleep_mode=sleep, max_num_seqs=512,
@@ -436,24 +436,33 @@ class VLLMEngine:
                        enable_prefix_caching=True, logprobs_mode="processed_logprobs", disable_log_stats=True, use_tqdm_on_load=False, **how)
         if vocab:   # rows of the embedding that no token uses are cut off before the softmax, as in the trainer
             self.llm.apply_model(lambda m: setattr(m.logits_processor, "org_vocab_size", vocab))
-        self.core, self.gpu, self.temperature, self.seed, self.added = self.llm.llm_engine, gpu, temperature, seed, 0
-        self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, flat_logprobs=True, detokenize=False,
-                                        stop_token_ids=list(stop), output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True)
+        # The engine core itself, without the layer around it: a third of a multi-turn rollout's time went into wrapping and
+        # unwrapping each token of each request there.
+        self.core, self.request = self.llm.llm_engine.engine_core, EngineCoreRequest
+        self.gpu, self.temperature, self.seed, self.added, self.running = gpu, temperature, seed, 0, {}
+        self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, detokenize=False, stop_token_ids=list(stop))
 
     def add(self, request_id, ids, max_tokens):
         # On the GPU a seed per request would cost time and still not make a run bit-exact.
         seed = request_seed(self.seed, request_id, len(ids)) if self.temperature and not self.gpu else None
         self.added += 1     # vLLM wants each name once
-        self.core.add_request(f"{request_id}/{self.added}", {"prompt_token_ids": ids}, self.params(
-            temperature=self.temperature, max_tokens=max_tokens, seed=seed))
+        name = f"{request_id}/{self.added}"
+        self.running[name] = request_id, [], []
+        self.core.add_request(self.request(
+            request_id=name, prompt_token_ids=ids, sampling_params=self.params(temperature=self.temperature, max_tokens=max_tokens, seed=seed),
+            mm_features=None, pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None))
 
     def step(self):
         finished = []
-        for output in self.core.step():     # FINAL_ONLY: nothing but finished requests
-            c = output.outputs[0]
-            logp = [c.logprobs.logprobs[s] for s in c.logprobs.start_indices]       # a position's first entry is the sampled token
-            reason = c.finish_reason if c.finish_reason in ("stop", "length") else "error"
-            finished.append((int(output.request_id.split("/")[0]), list(c.token_ids), logp, reason))
+        for output in self.core.get_output().outputs:
+            request_id, ids, logp = self.running[output.request_id]
+            ids += output.new_token_ids
+            if output.new_logprobs:
+                logp += output.new_logprobs.logprobs[:, 0].tolist()     # a position's first entry is the sampled token
+            if output.finish_reason is not None:
+                reason = str(output.finish_reason)
+                finished.append((request_id, ids, logp, reason if reason in ("stop", "length") else "error"))
+                del self.running[output.request_id]
         return finished
 
     def load_weights(self, named):
@@ -475,7 +484,7 @@ class VLLMEngine:
 
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
-        self.core.engine_core.shutdown()
+        self.core.shutdown()
         del self.core, self.llm
         gc.collect()
         cleanup_dist_env_and_memory()
