@@ -21,6 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import glob
 import json
@@ -342,7 +343,8 @@ class Run:
     learner: grpo.Learner
     state: dict             # phase, step_in_phase, step (GRPO steps so far), saves: what a resumed run needs to know
     outcomes: list          # one {task_id: [successes, samples]} per GRPO step of the current round
-    log: object = None      # metrics.jsonl; None on the other ranks
+    log: object = None      # metrics.jsonl; None on the other ranks, like
+    lock: object = None     # OUT/lock, kept open to keep others out
 
     @property
     def main(self):
@@ -584,24 +586,43 @@ def load_optimizer(learner, path):
                                           for k, v in state.items()}
 
 
-def prepare_out(config):
-    """Create OUT, or check that it belongs to the same flags; returns (checkpoint path, state) to go on from, or (None, None)."""
-    out, path = config.out, os.path.join(config.out, "config.json")
-    flags = dataclasses.asdict(config)
-    is_run = os.path.exists(path) and "signal" in json.load(open(path))     # a model's directory has a config.json, too
-    if config.fresh and is_run:
-        shutil.rmtree(out)
-    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp"} and not is_run:
+# What a run leaves in OUT: all that --fresh may delete. config.json and lock stay: the one is replaced, the other is held.
+WRITTEN = re.compile(r"(ckpt-\d{6}|reference-\d+|healthy-\d{6}|best|model)(\.tmp|\.damaged)?|rollouts|eval|teacher|multi_step_tool_rl|metrics\.jsonl|"
+                     r"report\.html|(overview|reward|structure|control|kl_entropy|categories|times)\.png")
+
+
+def claim_out(config):
+    """Refuse an OUT that is no run, was started with other flags, or is another process's; changes nothing that is there. Returns
+    the lock, which lasts as long as the returned file: the kernel drops it with the process, however that ends."""
+    out, path, flags = config.out, os.path.join(config.out, "config.json"), dataclasses.asdict(config)
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise ValueError(f"{out} is a file: give another --out")
+    before = json.load(open(path)) if os.path.exists(path) else {}
+    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp", "lock"} and "signal" not in before:    # a model has a config.json, too
         raise ValueError(f"{out} is not empty and not a run: give another --out")
-    if os.path.exists(path):
-        before = json.load(open(path))
-        changed = [k for k in flags if k not in HARMLESS and before.get(k, flags[k]) != flags[k]]
-        if changed:
-            k = changed[0]
+    if config.fresh and os.path.realpath(config.model).startswith(os.path.realpath(out) + os.sep):
+        raise ValueError(f"--fresh would delete the model {config.model}: give another --out")
+    for k in flags if before and not config.fresh else ():
+        if k not in HARMLESS and before.get(k, flags[k]) != flags[k]:
             raise ValueError(f"{out} was started with --{k} {before[k]}, now it is {flags[k]}: use the same flags, another --out, or --fresh")
     os.makedirs(out, exist_ok=True)
+    lock = open(os.path.join(out, "lock"), "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is running in {out}") from None
+    return lock
+
+
+def prepare_out(config):
+    """Delete the old run if it shall be fresh, note the flags; returns (checkpoint path, state) to go on from, or (None, None)."""
+    out, path = config.out, os.path.join(config.out, "config.json")
+    for name in sorted(os.listdir(out)) if config.fresh else ():
+        if WRITTEN.fullmatch(name):
+            old = os.path.join(out, name)
+            shutil.rmtree(old) if os.path.isdir(old) and not os.path.islink(old) else os.remove(old)
     with open(path + ".tmp", "w") as f:
-        json.dump(flags, f, indent=1)
+        json.dump(dataclasses.asdict(config), f, indent=1)
     os.replace(path + ".tmp", path)
     found = find_checkpoint(out)
     if not found[0] and (lost := glob.glob(os.path.join(out, "ckpt-*.damaged"))):
@@ -620,11 +641,13 @@ def prepare(config):
         raise ValueError(f"--prompts {config.prompts} is more than the {len(tasks)} training tasks")
     base = find_model(config.model, os.path.dirname(config.out) or ".")
     tokenizer = load_tokenizer(base)
-    if int(os.environ.get("RANK", 0)) == 0:
-        path, state = prepare_out(config)
     if "no_think_context" in config.fault and not chat_glue(tokenizer, config.think).think_block:
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
+    first = int(os.environ.get("RANK", 0)) == 0
+    lock = claim_out(config) if first else None
     learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.compile, config.report_to, config.out)
+    if first:       # only now does --fresh delete: whatever could be wrong with the flags, the data or the model would have shown
+        path, state = prepare_out(config)
     if config.report_to:
         learner.accelerator.init_trackers("multi_step_tool_rl", {k: str(v) for k, v in dataclasses.asdict(config).items()})
     sft.check_tags(learner.model, tokenizer, config.init_tags)
@@ -638,7 +661,7 @@ def prepare(config):
                       "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}
     outcomes = state.pop("outcomes", [])
     state.pop("files", None)
-    run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes)
+    run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes, lock=lock)
     if path:
         learner.model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
         kind = state["plan"][min(state["phase"], len(state["plan"]) - 1)][1]

@@ -2540,26 +2540,73 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(tiny, tmp_path, monkeypat
     assert path == str(tmp_path / "ckpt-000002") and state["step"] == 2
 
 
+def claimed(config):
+    with interleave.claim_out(config):
+        return interleave.prepare_out(config)
+
+
 def test_other_flags_are_refused_by_name_and_fresh_starts_over(tmp_path):
-    config = interleave.Config(model="m", out=str(tmp_path / "run"))
-    assert interleave.prepare_out(config) == (None, None)
-    (tmp_path / "run" / "rollouts").mkdir()
-    assert interleave.prepare_out(config) == (None, None)       # again, the same: goes on
+    config, run = interleave.Config(model="m", out=str(tmp_path / "run")), tmp_path / "run"
+    assert claimed(config) == (None, None)
+    (run / "rollouts").mkdir()
+    assert claimed(config) == (None, None)       # again, the same: goes on
     for change in (dict(lr=2e-6), dict(seed=1), dict(rounds="1,2"), dict(model="other"), dict(n=4), dict(failed="any")):
         (name, value), = change.items()
         with pytest.raises(ValueError, match=f"--{name} .*{value}") as caught:
-            interleave.prepare_out(dataclasses.replace(config, **change))
+            claimed(dataclasses.replace(config, **change))
         assert "\n" not in str(caught.value) and "--fresh" in str(caught.value)
-    interleave.prepare_out(dataclasses.replace(config, save_every=1))        # harmless
-    assert (tmp_path / "run" / "rollouts").exists()
-    interleave.prepare_out(dataclasses.replace(config, lr=2e-6, fresh=True))
-    assert not (tmp_path / "run" / "rollouts").exists() and json.load(open(tmp_path / "run" / "config.json"))["lr"] == 2e-6
+    claimed(dataclasses.replace(config, save_every=1))        # harmless
+    assert (run / "rollouts").exists()
+    for mine in ("notes.txt", "model.bak", "ckpt-000001-keep", "figure.png", "lock"):      # not of a run, but for the lock, which is held
+        (run / mine).write_text("x")
+    for written in ("ckpt-000001", "ckpt-000002.damaged", "ckpt-000003.tmp", "reference-1", "healthy-000010", "best", "model", "eval", "teacher"):
+        (run / written).mkdir()
+        (run / written / "x").write_text("x")
+    for written in ("metrics.jsonl", "overview.png", "report.html"):
+        (run / written).write_text("x")
+    claimed(dataclasses.replace(config, lr=2e-6, fresh=True))
+    assert sorted(os.listdir(run)) == ["ckpt-000001-keep", "config.json", "figure.png", "lock", "model.bak", "notes.txt"]
+    assert json.load(open(run / "config.json"))["lr"] == 2e-6
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     for fresh in (False, True):     # somebody else's folder is not deleted
         with pytest.raises(ValueError, match="not a run"):
-            interleave.prepare_out(dataclasses.replace(config, out=str(tmp_path / "mine"), fresh=fresh))
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+            claimed(dataclasses.replace(config, out=str(tmp_path / "mine"), fresh=fresh))
+        with pytest.raises(ValueError, match="thesis.tex is a file"):
+            claimed(dataclasses.replace(config, out=str(tmp_path / "mine" / "thesis.tex"), fresh=fresh))
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    with pytest.raises(ValueError, match="would delete the model"):
+        claimed(dataclasses.replace(config, model=str(run / "model"), fresh=True))
+
+
+def test_two_processes_do_not_share_a_run_and_a_killed_one_leaves_no_lock(tmp_path):
+    config = interleave.Config(model="m", out=str(tmp_path / "run"))
+    other = subprocess.Popen([sys.executable, "-c", "import sys, interleave\nlock = interleave.claim_out(interleave.Config(model='m', out=sys.argv[1]))\n"
+                              "print('locked', flush=True)\nsys.stdin.read()", config.out], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "locked\n"
+    for fresh in (False, True):
+        with pytest.raises(ValueError, match="another process is running in"):
+            claimed(dataclasses.replace(config, fresh=fresh))
+    other.kill()
+    other.communicate()
+    assert claimed(config) == (None, None)
+
+
+def test_a_run_holds_its_lock_and_fresh_deletes_nothing_before_the_model_is_loaded(tiny, tmp_path, monkeypatch):
+    config = config_of(monkeypatch, "--model", tiny, "--out", str(tmp_path / "run"), *SMALL_RUN)
+    run = interleave.prepare(config)
+    with pytest.raises(ValueError, match="another process"):
+        claimed(config)
+    run.lock.close()
+    run.log.close()
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for change in (dict(model=str(broken)), dict(model="/nowhere/at/all"), dict(categories="bad"), dict(prompts=99999)):
+        with pytest.raises(ValueError):
+            interleave.prepare(dataclasses.replace(config, fresh=True, **change))
+        assert before and (tmp_path / "run" / "metrics.jsonl").read_bytes() == before, change
 
 
 # --- a whole run, killed and continued
@@ -3423,14 +3470,14 @@ def test_chaos_a_run_that_cannot_be_continued_says_so(tiny, tmp_path):
     config = interleave.Config(model=tiny, out=str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json.tmp").write_text("{")        # killed in its first write
-    assert interleave.prepare_out(config) == (None, None)
+    assert claimed(config) == (None, None)
     run = make_run(tiny, tmp_path / "run")
     grpo.set_optimizer(run.learner, 1e-3)
     interleave.save_checkpoint(run)
     (tmp_path / "run" / "ckpt-000001" / "model.safetensors").write_bytes(b"")
     for _ in range(2):      # the only one is damaged: what it leaves is not overwritten, the second time neither
         with pytest.raises(ValueError, match="--fresh") as caught:
-            interleave.prepare_out(config)
+            claimed(config)
         assert "\n" not in str(caught.value)
 
 
