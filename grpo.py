@@ -36,7 +36,7 @@ import time
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import (chat_glue, find_model, load_model, load_tokenizer, load_trajectories, make_engine, parse_flags,
+from rollout import (chat_glue, check_numbers, find_model, load_model, load_tokenizer, load_trajectories, make_engine, parse_flags,
                      rollout, strip_hint, weight_sums)
 import psutil
 import torch
@@ -674,8 +674,12 @@ def check_config(config):
     """Refuse what would only be noticed hours later; ValueError with one line."""
     if config.top_p != 1.0:
         raise ValueError("--top_p must be 1 in training: the loss needs the distribution that was sampled from")
-    if config.temperature <= 0:
-        raise ValueError("--temperature must be > 0 in training")
+    check_numbers(config, "temperature clip_norm kv_gib steps prompts n mini_batch tokens_per_row max_prompt max_response max_action max_observation "
+                          "max_generations sft_epochs ets_epochs sft_dialogues failed_window save_every")
+    if config.n == 1 and getattr(config, "schedule", "") != "sft_only":
+        raise ValueError("--n 1 learns nothing: the advantage of an episode is its distance to the others of its group")
+    if config.dual_clip < 1:
+        raise ValueError(f"--dual_clip must be at least 1, not {config.dual_clip}: below it cuts what is not clipped otherwise")
     if config.reward not in ("official", "strict", "per_turn"):
         raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
     if config.engine not in ("auto", "vllm", "hf"):
@@ -688,9 +692,6 @@ def check_config(config):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.decode_feedback not in ("none", "short", "error"):
         raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
-    for name in ("steps", "prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if config.prompts % world or config.mini_batch % world:
         raise ValueError(f"--prompts {config.prompts} and --mini_batch {config.mini_batch} must be multiples of the {world} processes")

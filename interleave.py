@@ -136,7 +136,7 @@ def read_config():
     for name, legal in (("failed", ("all", "any")), *((n, ("reset", "keep")) for n in ("optimizer", "reference", "data_order"))):
         if getattr(config, name) not in legal:
             raise ValueError(f"--{name} is {' or '.join(legal)}, not {getattr(config, name)!r}")
-    if not all(r.strip().isdigit() for r in config.rounds.split(",")):
+    if not all(r.strip().isdecimal() for r in config.rounds.split(",")):
         raise ValueError(f"--rounds is a list of step numbers such as 50,100,150, not {config.rounds!r}")
     for fault in config.fault:
         if fault not in FAULTS:
@@ -149,9 +149,8 @@ def read_config():
         raise ValueError("--teacher URL and --teacher_model NAME go together")
     if config.sft_data:
         sft.read_chats(config.sft_data)
-    for name in ("sft_epochs", "ets_epochs", "sft_dialogues", "failed_window", "save_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
+    if config.sft_stop_accuracy > 1:
+        raise ValueError(f"--sft_stop_accuracy is a share, at most 1, not {config.sft_stop_accuracy}")
     if config.signal == "hint" and not 0 < config.hinted <= config.n:
         raise ValueError(f"--hinted must lie between 1 and --n {config.n}")
     if not config.model:

@@ -25,6 +25,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -71,6 +72,13 @@ def parse_flags(config, args=None, description=None, defaults=None):
     if unknown:
         sys.exit(f"error: unknown flag {unknown[0]} (--help lists the flags)")
     return values
+
+
+def check_numbers(config, positive=""):
+    """ValueError in one line for a number that is no setting: negative, not finite, or 0 where its name is in `positive`."""
+    for name, value in vars(config).items():
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value < 0 or value == 0 and name in positive.split()):
+            raise ValueError(f"--{name} must be {'above 0' if name in positive.split() else 'a number, 0 or more'}, not {value}")
 
 
 def load_tokenizer(path):
@@ -129,6 +137,8 @@ def find_model(path, out="runs"):
             raise ValueError(f"no such file: {path}")
         return gguf_to_hf(path, os.path.join(out, os.path.basename(path)[:-5]))
     try:
+        if not os.path.exists(path) and "/" not in path:    # the hub would be asked five times, with a page of warnings
+            raise ValueError("no such directory, and a hub id has an owner: Qwen/Qwen3-1.7B")
         AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"no model at {path!r}: give a local directory with a config.json, a .gguf file, or a hub id "
@@ -679,6 +689,7 @@ class EvalConfig:
 def main():
     config = parse_flags(EvalConfig, description=__doc__.split("\n")[0])
     try:
+        check_numbers(config, "max_action kv_gib")
         tasks = env_bfcl.load_tasks(config.split, tuple(config.categories.split(",")), short_docs=config.short_docs)
         path = find_model(config.model)
         tokenizer = load_tokenizer(path)

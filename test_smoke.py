@@ -1900,7 +1900,11 @@ def test_task_order_is_a_pure_function_and_each_epoch_a_permutation():
 @pytest.mark.parametrize("change,word", [
     (dict(top_p=0.9), "--top_p must be 1"), (dict(temperature=0.0), "--temperature"), (dict(reward="dense"), "official, strict or per_turn"),
     (dict(decode_feedback="loud"), "none, short or error"), (dict(n=0), "--n must"), (dict(mini_batch=0), "--mini_batch"),
-    (dict(ops_weight="x"), "plain or luffy"), (dict(tokens_per_row=0), "--tokens_per_row")])
+    (dict(ops_weight="x"), "plain or luffy"), (dict(tokens_per_row=0), "--tokens_per_row"), (dict(n=1), "--n 1 learns nothing"),
+    (dict(temperature=math.nan), "--temperature must"), (dict(temperature=math.inf), "--temperature must"), (dict(kv_gib=0.0), "--kv_gib must"),
+    (dict(max_observation=0), "--max_observation must"), (dict(dual_clip=0.5), "--dual_clip must"),
+    *((dict([(name, -1)]), f"--{name} must be .*0") for name in ("lr", "kl_coef", "clip_low", "clip_high", "clip_norm", "warmup", "weight_decay", "tis",
+                                                                "seed", "train_tasks"))])
 def test_settings_that_would_spoil_a_run_are_refused(change, word):
     """Case 12: top_p < 1 and training do not go together."""
     grpo.check_config(grpo.GRPOConfig())
@@ -2293,7 +2297,9 @@ BAD_FLAGS = [
     ("--reward dense", "official, strict or per_turn"), ("--categories base,bad", "category 'bad'"), ("--eval_categories hard", "category 'hard'"),
     ("--learning_rate 1", "--learning_rate"), ("--lr fast", "--lr"), ("--fault typo", "--fault is one of"), ("--prompts 99999", "training tasks"),
     ("--model /nowhere/at/all", "/nowhere/at/all"), ("--sft_data /nowhere.jsonl", "nowhere.jsonl"), ("--model x.gguf", "no such file"),
-    ("--engine trt", "vllm, hf or auto")]
+    ("--engine trt", "vllm, hf or auto"), ("--n 1", "--n 1 learns nothing"), ("--sft_lr -1", "--sft_lr must"), ("--ets_lr nan", "--ets_lr must"),
+    ("--rl_warmup -1", "--rl_warmup must"), ("--eval_limit -1", "--eval_limit must"), ("--eval_samples -1", "--eval_samples must"), ("--sft_start -3", "--sft_start must"),
+    ("--save_every 0", "--save_every must"), ("--failed_window 0", "--failed_window must"), ("--sft_stop_accuracy 95", "at most 1"), ("--rounds 5,\u00b2", "--rounds is a list")]
 
 
 @pytest.mark.parametrize("flags,word", BAD_FLAGS)
@@ -2312,9 +2318,23 @@ def test_bad_flags_end_in_one_line_before_any_work(monkeypatch, tiny, tmp_path, 
     assert message.startswith("error: ") and word in message and "\n" not in message      # SystemExit(text): exit code 1, text on stderr
 
 
+def test_groups_of_one_are_for_runs_without_rl(monkeypatch):
+    assert config_of(monkeypatch, "--model", "x", "--signal", "sft", "--schedule", "sft_only", "--n", "1").n == 1
+
+
+def test_a_word_is_no_hub_id(monkeypatch, tmp_path):
+    def hub(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+    monkeypatch.setattr(ro.AutoConfig, "from_pretrained", hub)
+    with pytest.raises(ValueError, match="no model at 'nonexistent'.*hub id") as caught:
+        ro.find_model("nonexistent")
+    assert "asked" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("module", [ro, grpo, sft])
 def test_other_scripts_refuse_bad_flags_in_one_line(monkeypatch, tiny, tmp_path, module):
-    for flags, word in ((f"--model {tiny} --modle x", "--modle"), ("--model /nowhere/at/all", "/nowhere/at/all"), (f"--model {tiny} --categories bad", "category 'bad'")):
+    for flags, word in ((f"--model {tiny} --modle x", "--modle"), ("--model /nowhere/at/all", "/nowhere/at/all"), (f"--model {tiny} --categories bad", "category 'bad'"),
+                        (f"--model {tiny} {'--kv_gib' if module is ro else '--lr'} -1", "must be")):
         monkeypatch.setattr(sys, "argv", ["x.py", *flags.split(), "--out", str(tmp_path / "out")])
         with pytest.raises(SystemExit) as caught:
             module.main()
