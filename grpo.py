@@ -33,11 +33,12 @@ import os
 import random
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import (chat_glue, check_numbers, find_model, load_model, load_tokenizer, load_trajectories, make_engine, parse_flags,
-                     rollout, strip_hint, weight_sums)
+from rollout import (chat_glue, check_numbers, drop_requests, find_model, load_model, load_tokenizer, load_trajectories, make_engine,
+                     parse_flags, rollout, strip_hint, weight_sums)
 import psutil
 import torch
 import torch.nn.functional as F
@@ -638,7 +639,33 @@ class Signal:
 
 
 def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal=Signal()):
-    """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank)."""
+    """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank).
+
+    After a failure of the engine, or out of memory, there is a second attempt from the same state, with rows of half the tokens.
+    Not once a weight may have moved: that would be another step. Not with several ranks: the others wait for a sum."""
+    moved, skipped = [], learner.skipped
+    watching = learner.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
+    try:
+        return _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)
+    except Exception as e:
+        if moved or learner.accelerator.num_processes > 1 or isinstance(e, FloatingPointError):
+            raise
+        tqdm.write(f"{traceback.format_exc()}step {step} failed: once more, with rows of {config.tokens_per_row // 2} tokens")
+    finally:
+        watching.remove()
+    # Not inside the except: the exception keeps the frames, and they keep the memory of the failed attempt.
+    learner.optimizer.zero_grad(set_to_none=True)
+    learner.skipped = skipped
+    if learner.model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    drop_requests(engine)
+    push(learner, engine)
+    config = dataclasses.replace(config, tokens_per_row=max(config.tokens_per_row // 2, 1))
+    metrics, trajectories = _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)
+    return metrics | {"retried": 1}, trajectories
+
+
+def _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal):
     watch = watch_ids(tokenizer)
     trajectories, adv, stats = play(learner, engine, tokenizer, tasks, step, config, signal)
     metrics = rollout_metrics(learner, trajectories, config)

@@ -31,6 +31,7 @@ import shutil
 import signal as signals
 import subprocess
 import sys
+import traceback
 import zlib
 from dataclasses import dataclass, field
 
@@ -107,7 +108,7 @@ class Config(GRPOConfig):
 
 BEST_WINDOW = 5     # OUT/best: the weights after the BEST_WINDOW steps of one round with the highest mean train reward
 BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
-HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
+HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row", "save_rollouts"}   # may differ when a run is resumed
 
 
 @dataclass
@@ -720,14 +721,15 @@ def main():
             report(run)
     except KeyboardInterrupt:
         sys.exit(f"\ninterrupted: {again()}")
-    except torch.OutOfMemoryError as e:
-        sys.exit(f"error: out of GPU memory ({str(e).splitlines()[0]}): lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib")
-    except (OSError, SafetensorError) as e:
-        if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) and "I/O error" not in str(e):
-            raise
+    except Exception as e:
         with contextlib.suppress(OSError):
             run.main and run.log.close()     # what is left in its buffer would raise once more at the exit
-        sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
+        if isinstance(e, (OSError, SafetensorError)) and (
+                getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) or "I/O error" in str(e)):
+            sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
+        traceback.print_exc()
+        memory = f"lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib, then " * isinstance(e, torch.OutOfMemoryError)
+        sys.exit(f"\nerror: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}: {memory}{again()}")
     run.engine.close()
 
 

@@ -281,7 +281,7 @@ def print_trajectory(trajectory, tokenizer, file=None, max_prompt=400):
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 # An engine is any object with add(request_id, ids, max_tokens), step() -> [(request_id, ids, logp, finish_reason)],
-# load_weights(named) and close(). `seed` and `temperature` may be set between rollouts.
+# load_weights(named), abort() (drop all requests) and close(). `seed` and `temperature` may be set between rollouts.
 
 @torch.no_grad()
 def weight_sums(parameters, dtype=None):
@@ -413,6 +413,10 @@ class HFEngine:
     def checksum(self):
         return weight_sums(self.model.parameters())
 
+    def abort(self):
+        for requests in (self.waiting, self.running, self.slots):
+            requests.clear()
+
     def close(self):
         self.slots.clear()
 
@@ -501,6 +505,15 @@ def make_engine(kind, model, tokenizer, **settings):
     if kind == "hf":
         return HFEngine(model, stop, vocab=len(tokenizer), **{k: v for k, v in settings.items() if k in ("temperature", "seed")})
     raise ValueError(f"engine is vllm, hf or auto, not {kind!r}")
+
+
+def drop_requests(engine):
+    """After a failure: the engine is awake and forgets its requests. What it has cached of them goes with the next push."""
+    if core := getattr(engine, "core", None):       # vLLM
+        core.abort_request(list(core.output_processor.request_states), internal=True)
+        core.is_sleeping() and engine.wake()
+    else:
+        engine.abort()
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

@@ -867,6 +867,10 @@ class Scripted:
     def load_weights(self, named):
         self.pushed.append({name: tensor.detach().clone() for name, tensor in named})
 
+    def abort(self):
+        for what in (self.queue, self.given, self.said):
+            what.clear()
+
     def close(self):
         pass
 
@@ -1940,6 +1944,61 @@ def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny,
     assert metrics["updates"] == 0 and "checklist" not in metrics and metrics["lr"] == 1e-3 and same_bits(state_of(learner), before)
 
 
+def fails(function, at, what=RuntimeError("the engine is dead")):
+    """`function`, but call number n raises if n is in `at`."""
+    calls = []
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) in at:
+            raise what
+        return function(*args, **kwargs)
+    failing.calls = calls
+    return failing
+
+
+def retried_step(tiny, tokenizer, engine, **flags):
+    """A step over the small tasks: (the learner's end, metrics without the times)."""
+    learner = grpo.make_learner(tiny, tokenizer)
+    grpo.set_optimizer(learner, 1e-3)
+    config = grpo.GRPOConfig(prompts=2, n=4, mini_batch=1, lr=1e-3, warmup=1, decode_feedback="none", **flags)
+    metrics, _ = grpo.grpo_step(learner, engine, tokenizer, SMALL[:2], 0, 0, config)
+    return state_of(learner), {k: v for k, v in metrics.items() if not k.startswith("time/")}
+
+
+@pytest.mark.parametrize("kind", ["scripted", "hf"])
+@pytest.mark.parametrize("where", ["engine", "update"])
+def test_a_step_that_fails_is_played_once_more_from_the_same_state(sharp, tokenizer, monkeypatch, kind, where):
+    """In the middle of a forward with other episodes in the engine, or out of memory in the update's first mini-batch (twice: with smaller rows)."""
+    script = [GOOD, ["No.", "No."]] * 4
+    make = lambda: Scripted(tokenizer, script) if kind == "scripted" else HFEngine(sharp, chat_glue(tokenizer).stop)
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards: torch.linspace(-1, 1, rewards.shape[1])[None])   # random weights score all alike
+    expected, metrics = retried_step(sharp, tokenizer, make(), max_action=40, max_response=300)
+    engine = make()
+    if where == "update":
+        monkeypatch.setattr(grpo, "_accumulate", fails(grpo._accumulate, (1, 2), torch.OutOfMemoryError("CUDA out of memory")))
+    elif kind == "scripted":
+        engine.step = fails(engine.step, (2,))
+    else:
+        layer = engine.model.model.layers[-1]
+        layer.forward = fails(layer.forward, (7,))
+    got, again = retried_step(sharp, tokenizer, engine, max_action=40, max_response=300)
+    assert metrics["updates"] == 2 and again.pop("retried") == 1
+    assert same_bits(got, expected) and again == metrics
+
+
+def test_a_step_is_not_played_again_when_it_has_moved_weights_or_ctrl_c_was_pressed(tiny, tokenizer, monkeypatch):
+    script = [GOOD, ["No.", "No."]] * 4
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards: torch.linspace(-1, 1, rewards.shape[1])[None])
+    for at, what, where, plays in (((1, 2), RuntimeError("broken for good"), "step", 2), ((1,), KeyboardInterrupt("Ctrl-C"), "step", 1),
+                                   ((2,), RuntimeError("after the first update"), "_accumulate", 1), ((1,), FloatingPointError("not finite"), "_accumulate", 1)):
+        engine, attempts = Scripted(tokenizer, script), []
+        with monkeypatch.context() as patch, pytest.raises(type(what), match=str(what)):
+            patch.setattr(engine if where == "step" else grpo, where, fails(engine.step if where == "step" else grpo._accumulate, at, what))
+            patch.setattr(grpo, "play", lambda *args, play=grpo.play: attempts.append(1) or play(*args))
+            retried_step(tiny, tokenizer, engine)
+        assert len(attempts) == plays, what
+
+
 def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, tmp_path):
     config = grpo.GRPOConfig(prompts=2, n=4, mini_batch=1, lr=1e-3, warmup=1, load_rollouts=str(tmp_path), decode_feedback="none")
     ends = []
@@ -2629,6 +2688,22 @@ def test_a_run_holds_its_lock_and_fresh_deletes_nothing_before_the_model_is_load
         assert before and (tmp_path / "run" / "metrics.jsonl").read_bytes() == before, change
 
 
+def test_a_run_whose_engine_fails_twice_stops_with_one_line_and_the_traceback_and_can_go_on(tiny, tokenizer, tmp_path, monkeypatch, capsys):
+    for what, word in ((RuntimeError("the engine is dead\nand more"), "RuntimeError: the engine is dead: the same"), (torch.OutOfMemoryError("CUDA out of memory"), "lower --tokens_per_row (now 32768)")):
+        engine = Scripted(tokenizer, [["No.", "No."]] * 8)
+        run = make_run(tiny, tmp_path, engine, signal="none", schedule="rl", rounds="2")
+        engine.step = fails(engine.step, range(4, 99), what)      # in the second step, and when it is played again
+        monkeypatch.setattr(interleave, "read_config", lambda: run.config)
+        monkeypatch.setattr(interleave, "prepare", lambda config: run)
+        monkeypatch.setattr(interleave, "evaluate_now", lambda run, name: interleave.save_checkpoint(run))
+        with pytest.raises(SystemExit) as caught:
+            interleave.main()
+        line = str(caught.value).strip()
+        assert line.startswith("error: ") and word in line and line.endswith("the same command continues from " + interleave.checkpoints(str(tmp_path))[-1]) and "\n" not in line
+        shown = capsys.readouterr()
+        assert shown.err.count("Traceback") + shown.out.count("Traceback") == 2 and run.state["step"] == run.state["step_in_phase"] == 1
+
+
 # --- a whole run, killed and continued
 
 def small_main():
@@ -2792,6 +2867,24 @@ def test_vllm_follows_pushed_weights_and_drops_its_prefix_cache(vllm_engine, pad
         if model is new:
             with pytest.raises(AssertionError):     # the control
                 assert_agrees(old, requests, done, 1.0, tolerance=0.01)
+
+
+@cpu_vllm
+def test_vllm_forgets_the_requests_of_a_step_that_failed(vllm_engine, padded, monkeypatch):
+    requests, model = prompts_for(6), AutoModelForCausalLM.from_pretrained(padded)
+    expected = run_engine(settings_of(vllm_engine, seed=3), requests)
+    vllm_engine.load_weights(model.named_parameters())
+    for i, ids in requests.items():
+        vllm_engine.add(i, ids, 12)
+    assert not [vllm_engine.step() for _ in range(3)][2]
+    executor = vllm_engine.core.engine_core.engine_core.model_executor
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="dead"):
+        patch.setattr(executor, "execute_model", fails(executor.execute_model, (1,)))
+        vllm_engine.step()
+    ro.drop_requests(vllm_engine)
+    assert not vllm_engine.step()
+    vllm_engine.load_weights(model.named_parameters())
+    assert run_engine(settings_of(vllm_engine, seed=3), requests) == expected
 
 
 @cpu_vllm
