@@ -17,6 +17,19 @@ Deviations from the paper:
     python interleave.py --preset tiny/ets                       # on a CPU (run.sh makes the tiny model)
     python interleave.py --preset qwen2.5/ets --out runs/qwen2.5-ets            # again: goes on where it stopped
 """
+import os
+import signal as signals
+import sys
+
+if __name__ == "__main__":
+    # While the imports below run there is nothing to save, and an exception would come out of the middle of some package.
+    signals.signal(signals.SIGINT, lambda *args: (os.write(2, b"\ninterrupted before the first step\n"), os._exit(1)))
+    if "PYTHONHASHSEED" not in os.environ:      # three simulator methods print sets: else their order, and so what the policy
+        os.environ["PYTHONHASHSEED"] = "0"      # reads, changes from process to process
+        signals.pthread_sigmask(signals.SIG_BLOCK, {signals.SIGINT})    # Ctrl-C waits until the new process is here again
+        os.execv(sys.executable, sys.orig_argv)
+    signals.pthread_sigmask(signals.SIG_UNBLOCK, {signals.SIGINT})
+
 import collections
 import contextlib
 import dataclasses
@@ -25,19 +38,12 @@ import fcntl
 import functools
 import glob
 import json
-import os
 import re
 import shutil
-import signal as signals
 import subprocess
-import sys
 import traceback
 import zlib
 from dataclasses import dataclass, field
-
-if __name__ == "__main__" and "PYTHONHASHSEED" not in os.environ:   # three simulator methods print sets: else their order, and so what
-    os.environ["PYTHONHASHSEED"] = "0"                              # the policy reads, changes from process to process
-    os.execv(sys.executable, sys.orig_argv)
 
 from rollout import (chat_glue, evaluate, find_model, load_tokenizer, load_trajectories, make_engine, parse_flags,    # before torch
                      save_trajectories, summary)
@@ -221,6 +227,8 @@ def on_alarm(run, phase, why):
         return
     # The newest healthy weights may already hold the steps that led to the alarm.
     back = [h for h in state["healthy"] if h[0] <= state["step"] - 2] or state["healthy"][:1]
+    while back and (bad := damaged(back[-1][1])[0]):
+        tqdm.write(f"{back.pop()[1]} is damaged ({bad}): not used")
     if back:
         run.learner.model.load_state_dict(load_file(os.path.join(back[-1][1], "model.safetensors")), strict=False)
         grpo.push(run.learner, run.engine)
@@ -494,8 +502,11 @@ def save_model(run, path):
     shutil.rmtree(path + ".tmp", ignore_errors=True)
     run.learner.model.save_pretrained(path + ".tmp")
     run.tokenizer.save_pretrained(path + ".tmp")
-    for name in os.listdir(path + ".tmp"):
-        _checksum(os.path.join(path + ".tmp", name), sync=True)
+    files = {name: _checksum(os.path.join(path + ".tmp", name), sync=True) for name in sorted(os.listdir(path + ".tmp"))}
+    with open(os.path.join(path + ".tmp", "checksums.json"), "w") as f:
+        json.dump({"files": files}, f)
+        f.flush()
+        os.fsync(f.fileno())
     shutil.rmtree(path, ignore_errors=True)
     os.replace(path + ".tmp", path)
 
@@ -529,7 +540,7 @@ def _save_checkpoint(run):
     os.fsync(run.log.fileno())
     files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
     with open(os.path.join(tmp, "state.json"), "w") as f:
-        json.dump({**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "files": files}, f)
+        json.dump({**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files}, f)
         f.flush()
         os.fsync(f.fileno())
     os.replace(tmp, path)
@@ -555,6 +566,15 @@ def _checksum(path, sync=False):
     return [size, crc]
 
 
+def damaged(path, noted="checksums.json"):
+    """(the first file in `path` that is not as it was written, or "", what the file `noted` holds)."""
+    try:
+        held = json.load(open(os.path.join(path, noted)))
+        return next((f for f, sums in held["files"].items() if _checksum(os.path.join(path, f)) != sums), ""), held
+    except (OSError, ValueError, KeyError) as e:
+        return str(e), None
+
+
 def checkpoints(out):
     """Paths of the finished checkpoints, oldest first."""
     names = sorted(n for n in os.listdir(out) if re.fullmatch(r"ckpt-\d{6}", n)) if os.path.isdir(out) else []
@@ -564,14 +584,10 @@ def checkpoints(out):
 def find_checkpoint(out):
     """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged and puts them aside."""
     for path in reversed(checkpoints(out)):
-        try:
-            state = json.load(open(os.path.join(path, "state.json")))
-            bad = [f for f, sum_ in state["files"].items() if _checksum(os.path.join(path, f)) != sum_]
-        except (OSError, ValueError, KeyError) as e:
-            bad = [str(e)]
+        bad, state = damaged(path, "state.json")
         if not bad:
             return path, state
-        tqdm.write(f"{path} is damaged ({bad[0]}): using the one before it")
+        tqdm.write(f"{path} is damaged ({bad}): using the one before it")
         shutil.rmtree(path + ".damaged", ignore_errors=True)
         os.replace(path, path + ".damaged")
     return None, None
@@ -659,7 +675,7 @@ def prepare(config):
     grpo.check_memory(learner, engine, config)
     state = state or {"plan": [dataclasses.astuple(p) for p in plan(config)], "phase": 0, "step_in_phase": 0, "step": 0, "saves": 0,
                       "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}
-    outcomes = state.pop("outcomes", [])
+    outcomes, learner.skipped = state.pop("outcomes", []), state.pop("skipped", 0)
     state.pop("files", None)
     run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes, lock=lock)
     if path:
@@ -668,6 +684,8 @@ def prepare(config):
         grpo.set_optimizer(learner, config.lr, BETAS[kind == "rl"], config.weight_decay)
         load_optimizer(learner, path)
         if state["reference"] and config.kl_coef:
+            if bad := damaged(state["reference"])[0]:
+                raise ValueError(f"the KL reference {state['reference']} is damaged ({bad}): put it back, or --fresh")
             grpo.set_reference(learner, state["reference"])
     if run.main:
         metrics = os.path.join(config.out, "metrics.jsonl")
@@ -734,4 +752,5 @@ def main():
 
 
 if __name__ == "__main__":
+    signals.signal(signals.SIGINT, signals.default_int_handler)
     main()

@@ -1984,6 +1984,11 @@ def test_a_step_that_fails_is_played_once_more_from_the_same_state(sharp, tokeni
     got, again = retried_step(sharp, tokenizer, engine, max_action=40, max_response=300)
     assert metrics["updates"] == 2 and again.pop("retried") == 1
     assert same_bits(got, expected) and again == metrics
+    engine.script = {0: [[5] * 9]}      # (of the scripted one)
+    engine.add(0, list(range(9)), 9)
+    kind == "hf" and engine.step()
+    ro.drop_requests(engine)
+    assert [engine.step() for _ in range(20)] == [[]] * 20
 
 
 def test_a_step_is_not_played_again_when_it_has_moved_weights_or_ctrl_c_was_pressed(tiny, tokenizer, monkeypatch):
@@ -2406,6 +2411,19 @@ def test_a_command_that_fails_says_one_line_and_has_an_exit_code(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_ctrl_c_while_python_still_loads_is_one_line(tmp_path):
+    for env, wait in ((os.environ, 0.3), (os.environ, 1.5), ({k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}, 1.0)):
+        process = subprocess.Popen([sys.executable, "interleave.py", "--model", "/nowhere"], cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not os.path.exists(f"/proc/{process.pid}/status") or not any(     # until the handler is there: before, it is Python itself that loads
+                line.startswith("SigCgt") and int(line.split()[1], 16) & 2 for line in open(f"/proc/{process.pid}/status")):
+            time.sleep(0.01)
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        assert (process.returncode, out, err) == (1, "", "\ninterrupted before the first step\n")
+
+
 def test_help_explains_every_flag(monkeypatch, capsys):
     for module, config in ((interleave, interleave.Config), (ro, ro.EvalConfig), (grpo, grpo.GRPOConfig), (sft, sft.SFTConfig)):
         monkeypatch.setattr(sys, "argv", ["x.py", "--help"])
@@ -2608,6 +2626,38 @@ def test_a_damaged_checkpoint_is_passed_over(tiny, tmp_path, capsys, name, damag
     assert interleave.find_checkpoint(str(tmp_path)) == (None, None)
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "list"])
+def test_damaged_reference_and_healthy_weights_are_noticed(tiny, tokenizer, tmp_path, monkeypatch, capsys, damage):
+    def harm(folder):
+        file = folder / ("checksums.json" if damage == "list" else "model.safetensors")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.unlink()
+        damage == "gone" or file.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    config = config_of(monkeypatch, "--model", tiny, "--out", str(tmp_path / "run"), *SMALL_RUN)
+    run = interleave.prepare(config)
+    interleave.begin_phase(run, interleave.Phase("rl 1", "rl", 3))
+    run.learner.skipped = 2
+    interleave.save_checkpoint(run)
+    run.lock.close()
+    again = interleave.prepare(config)
+    assert again.learner.reference is not None and again.learner.skipped == 2      # the third gradient in a row that is not finite still stops the run
+    again.lock.close()
+    harm(tmp_path / "run" / "reference-0")
+    with pytest.raises(ValueError, match="reference-0 is damaged .*--fresh") as caught:
+        interleave.prepare(config)
+    assert "\n" not in str(caught.value)
+    run.config.schedule, run.engine = "adaptive", HFEngine(tiny, chat_glue(tokenizer).stop)
+    for step in (1, 2):
+        run.state["step"] = step
+        interleave.remember_healthy(run)
+    harm(tmp_path / "run" / "healthy-000002")
+    run.state["step"] = 9
+    interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 3), "unhealthy")
+    shown = capsys.readouterr()
+    assert "healthy-000002 is damaged" in shown.out + shown.err and json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["to"] == 1
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_intact(tiny, tmp_path, monkeypatch):
     run = checkpointed(tiny, tmp_path, n=2)
     def full(*args, **kwargs):
@@ -2691,15 +2741,16 @@ def test_a_run_holds_its_lock_and_fresh_deletes_nothing_before_the_model_is_load
 def test_a_run_whose_engine_fails_twice_stops_with_one_line_and_the_traceback_and_can_go_on(tiny, tokenizer, tmp_path, monkeypatch, capsys):
     for what, word in ((RuntimeError("the engine is dead\nand more"), "RuntimeError: the engine is dead: the same"), (torch.OutOfMemoryError("CUDA out of memory"), "lower --tokens_per_row (now 32768)")):
         engine = Scripted(tokenizer, [["No.", "No."]] * 8)
-        run = make_run(tiny, tmp_path, engine, signal="none", schedule="rl", rounds="2")
+        out = str(tmp_path / type(what).__name__)
+        run = make_run(tiny, out, engine, signal="none", schedule="rl", rounds="2", save_every=1)
         engine.step = fails(engine.step, range(4, 99), what)      # in the second step, and when it is played again
         monkeypatch.setattr(interleave, "read_config", lambda: run.config)
         monkeypatch.setattr(interleave, "prepare", lambda config: run)
-        monkeypatch.setattr(interleave, "evaluate_now", lambda run, name: interleave.save_checkpoint(run))
+        monkeypatch.setattr(interleave, "evaluate_now", lambda run, name: None)
         with pytest.raises(SystemExit) as caught:
             interleave.main()
         line = str(caught.value).strip()
-        assert line.startswith("error: ") and word in line and line.endswith("the same command continues from " + interleave.checkpoints(str(tmp_path))[-1]) and "\n" not in line
+        assert line.startswith("error: ") and word in line and line.endswith("the same command continues from " + interleave.checkpoints(out)[-1]) and "\n" not in line
         shown = capsys.readouterr()
         assert shown.err.count("Traceback") + shown.out.count("Traceback") == 2 and run.state["step"] == run.state["step_in_phase"] == 1
 
