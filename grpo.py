@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
 from rollout import (chat_glue, check_numbers, drop_requests, find_model, load_model, load_tokenizer, load_trajectories, make_engine,
-                     parse_flags, rollout, strip_hint, weight_sums)
+                     parse_flags, rollout, save_trajectories, strip_hint, weight_sums)
 import psutil
 import torch
 import torch.nn.functional as F
@@ -103,7 +103,7 @@ class GRPOConfig:
     checkpointing: bool = field(default=True, metadata={"help": "recompute activations in the backward"})
     load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
     report_to: str = field(default="", metadata={"help": "interleave.py: also log to tensorboard, wandb or trackio (through accelerate)"})
-    save_rollouts: bool = field(default=True, metadata={"help": "write each step's trajectories to OUT/rollouts/"})
+    save_rollouts: str = field(default="", metadata={"help": "folder of each step's trajectories; default OUT/rollouts; none = do not write them"})
 
 
 # --- ALGO: advantages and loss ----------------------------------------------------------------------------------------
@@ -688,6 +688,17 @@ def _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, s
     return metrics | {f"time/{k}" if k.endswith("_s") else k: round(v, 4) for k, v in stats.items()}, trajectories
 
 
+def rollouts_folder(config):
+    """Where the trajectories go, "" for nowhere."""
+    return "" if config.save_rollouts == "none" else config.save_rollouts or os.path.join(config.out, "rollouts")
+
+
+def check_rollouts_folder(config):
+    """A new run writes into no other run's trajectories: step 7 of the one and step 8 of the other would be read as one run."""
+    if (folder := rollouts_folder(config)) and glob.glob(os.path.join(folder, "*.jsonl")):
+        raise ValueError(f"{folder} holds trajectories already: delete them, or give another --{'save_rollouts' if config.save_rollouts else 'out'}")
+
+
 def step_line(step, m):
     """The line a user watches."""
     kinds = "/".join(f"{100 * m['structure/' + s]:.0f}" for s in ("call", "response", "polluted", "collapsed"))
@@ -717,6 +728,8 @@ def check_config(config):
         raise ValueError(f"--report_to {config.report_to}: pip install {config.report_to} first")     # accelerate would say nothing
     if config.ops_weight not in ("plain", "luffy"):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
+    if config.save_rollouts.lower() in ("true", "false"):
+        raise ValueError(f"--save_rollouts is a folder, or none, not {config.save_rollouts}")
     if config.decode_feedback not in ("none", "short", "error"):
         raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -757,6 +770,8 @@ def main():
         tokenizer = load_tokenizer(path)
         if config.load_rollouts and not glob.glob(os.path.join(config.load_rollouts, "*.jsonl")):
             raise ValueError(f"no *.jsonl in {config.load_rollouts}")
+        if not config.load_rollouts:
+            check_rollouts_folder(config)
         engine = None if config.load_rollouts else make_engine(
             config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
         learner = make_learner(path, tokenizer, config.checkpointing, config.compile)
@@ -767,10 +782,14 @@ def main():
     if config.kl_coef:
         set_reference(learner, path)
 
+    by_id = {t.id: t for t in tasks}
+
     def play_on():
         for step in range(config.steps):
             batch = [tasks[i] for i in task_order(len(tasks), config.prompts, step, config.seed)]
-            metrics, _ = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+            metrics, trajectories = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+            if folder := rollouts_folder(config):
+                save_trajectories(os.path.join(folder, f"{step:06d}.{learner.accelerator.process_index}.jsonl"), trajectories, [by_id[t.task_id] for t in trajectories])
             tqdm.write(step_line(step, metrics))
             yield step, metrics
 

@@ -114,7 +114,7 @@ class Config(GRPOConfig):
 
 BEST_WINDOW = 5     # OUT/best: the weights after the BEST_WINDOW steps of one round with the highest mean train reward
 BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
-HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row", "save_rollouts"}   # may differ when a run is resumed
+HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row"}   # may differ when a run is resumed
 
 
 @dataclass
@@ -150,8 +150,8 @@ def read_config():
             raise ValueError(f"--fault is one of {', '.join(FAULTS)}, not {fault!r}")
     if "hint_context" in config.fault and config.signal != "hint":
         raise ValueError("--fault hint_context needs --signal hint")
-    if config.signal == "prs" and not config.save_rollouts:
-        raise ValueError("--signal prs reads the failed trajectories from OUT/rollouts: it needs --save_rollouts true")
+    if config.signal == "prs" and config.save_rollouts == "none":
+        raise ValueError("--signal prs reads the failed trajectories that are saved: it does not go with --save_rollouts none")
     if bool(config.teacher) != bool(config.teacher_model):
         raise ValueError("--teacher URL and --teacher_model NAME go together")
     if config.sft_data:
@@ -281,11 +281,11 @@ def phase_dialogues(run, phase):
 
 
 def failures(run):
-    """(task, trajectory) of one failed sample per task and step of the window, from OUT/rollouts: a resumed run sees the same."""
+    """(task, trajectory) of one failed sample per task and step of the window, from the saved ones: a resumed run sees the same."""
     by_id, found = {t.id: t for t in run.tasks}, {}
     first = max(run.state["step"] - min(run.config.failed_window, len(run.outcomes)), 0)
     for step in range(first, run.state["step"]):
-        for path in sorted(glob.glob(os.path.join(run.config.out, "rollouts", f"{step:06d}.*.jsonl"))):
+        for path in sorted(glob.glob(os.path.join(grpo.rollouts_folder(run.config), f"{step:06d}.*.jsonl"))):
             for t in load_trajectories(path):
                 if t.source == "policy" and t.reward and not (t.finish == "done" and t.reward.official):
                     found.setdefault((step, t.task_id), (by_id[t.task_id], t))
@@ -419,8 +419,8 @@ def run_rl(run, phase):
             outcome[task_id][0] += won
             outcome[task_id][1] += 1
         run.outcomes.append(dict(outcome))
-        if config.save_rollouts:
-            save_trajectories(os.path.join(config.out, "rollouts", f"{state['step']:06d}.{run.learner.accelerator.process_index}.jsonl"),
+        if folder := grpo.rollouts_folder(config):
+            save_trajectories(os.path.join(folder, f"{state['step']:06d}.{run.learner.accelerator.process_index}.jsonl"),
                               trajectories, [by_id[t.task_id] for t in trajectories])
         run.write(kind="grpo", phase=state["phase"], step=state["step"], **metrics, outcomes=outcome)
         if run.main:
@@ -503,10 +503,7 @@ def save_model(run, path):
     run.learner.model.save_pretrained(path + ".tmp")
     run.tokenizer.save_pretrained(path + ".tmp")
     files = {name: _checksum(os.path.join(path + ".tmp", name), sync=True) for name in sorted(os.listdir(path + ".tmp"))}
-    with open(os.path.join(path + ".tmp", "checksums.json"), "w") as f:
-        json.dump({"files": files}, f)
-        f.flush()
-        os.fsync(f.fileno())
+    write_json(os.path.join(path + ".tmp", "checksums.json"), {"files": files})
     shutil.rmtree(path, ignore_errors=True)
     os.replace(path + ".tmp", path)
 
@@ -539,10 +536,7 @@ def _save_checkpoint(run):
     save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
     os.fsync(run.log.fileno())
     files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
-    with open(os.path.join(tmp, "state.json"), "w") as f:
-        json.dump({**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files}, f)
-        f.flush()
-        os.fsync(f.fileno())
+    write_json(os.path.join(tmp, "state.json"), {**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files})
     os.replace(tmp, path)
     folder = os.open(out, os.O_RDONLY)
     os.fsync(folder)
@@ -554,6 +548,13 @@ def _save_checkpoint(run):
     for old in glob.glob(os.path.join(out, "reference-*")) + glob.glob(os.path.join(out, "healthy-*")):
         if old not in named:
             shutil.rmtree(old)
+
+
+def write_json(path, what, **how):
+    with open(path, "w") as f:
+        json.dump(what, f, **how)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def _checksum(path, sync=False):
@@ -621,6 +622,8 @@ def claim_out(config):
     for k in flags if before and not config.fresh else ():
         if k not in HARMLESS and before.get(k, flags[k]) != flags[k]:
             raise ValueError(f"{out} was started with --{k} {before[k]}, now it is {flags[k]}: use the same flags, another --out, or --fresh")
+    if config.save_rollouts and (config.fresh or not before):
+        grpo.check_rollouts_folder(config)
     os.makedirs(out, exist_ok=True)
     lock = open(os.path.join(out, "lock"), "a")
     try:
@@ -637,8 +640,7 @@ def prepare_out(config):
         if WRITTEN.fullmatch(name):
             old = os.path.join(out, name)
             shutil.rmtree(old) if os.path.isdir(old) and not os.path.islink(old) else os.remove(old)
-    with open(path + ".tmp", "w") as f:
-        json.dump(dataclasses.asdict(config), f, indent=1)
+    write_json(path + ".tmp", dataclasses.asdict(config), indent=1)
     os.replace(path + ".tmp", path)
     found = find_checkpoint(out)
     if not found[0] and (lost := glob.glob(os.path.join(out, "ckpt-*.damaged"))):
@@ -650,9 +652,7 @@ def prepare(config):
     """Everything before the first step: data, model, engine, state."""
     tasks = grpo.train_tasks(config)
     test = env_bfcl.load_tasks("test", tuple(config.eval_categories.split(",")), short_docs=config.short_docs)
-    if config.eval_limit:
-        count = collections.Counter()
-        test = [t for t in test if (count.update([t.category]) or count[t.category] <= config.eval_limit)]
+    test = [t for c in config.eval_categories.split(",") for t in [t for t in test if t.category == c][: config.eval_limit or None]]
     if config.prompts > len(tasks):
         raise ValueError(f"--prompts {config.prompts} is more than the {len(tasks)} training tasks")
     base = find_model(config.model, os.path.dirname(config.out) or ".")
@@ -720,7 +720,7 @@ def report(run):
     save_model(run, model)
     plot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools", "plot.py")
     plotted = subprocess.run([sys.executable, plot, out], capture_output=True, text=True)
-    print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {out}/rollouts/, {out}/eval/")
+    print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {grpo.rollouts_folder(run.config) or 'not saved'}, {out}/eval/")
     print(f"figure        {out}/overview.png, report {out}/report.html" if not plotted.returncode else f"no figure: {plotted.stderr[-300:]}")
 
 
@@ -742,8 +742,8 @@ def main():
     except Exception as e:
         with contextlib.suppress(OSError):
             run.main and run.log.close()     # what is left in its buffer would raise once more at the exit
-        if isinstance(e, (OSError, SafetensorError)) and (
-                getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) or "I/O error" in str(e)):
+        full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+        if full or isinstance(e, (OSError, SafetensorError)) and "I/O error" in str(e):
             sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
         traceback.print_exc()
         memory = f"lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib, then " * isinstance(e, torch.OutOfMemoryError)

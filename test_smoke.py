@@ -514,82 +514,6 @@ def test_env_copies_of_directories_do_not_hang():
             reward.first_difference(other, turns)
 
 
-HOSTILE = ["ls", "cd", "mv", "cp", "find", "du", "pwd", "echo", "tail", "mkdir", "rm", "post_tweet", "mention", "logarithm", "power",
-           "__init__", "_load_scenario", "os.system", "ls.__globals__", "", "x" * 500, "é", "sort", "book_flight", "place_order"]
-
-
-def _hostile_value(rng, depth=0):
-    pick = rng.randrange(14 if depth < 3 else 10)
-    if pick >= 10:
-        return [_hostile_value(rng, depth + 1) for _ in range(rng.randrange(4))] if pick < 12 else {
-            rng.choice(["a", "self", "__class__", "id"]): _hostile_value(rng, depth + 1) for _ in range(rng.randrange(3))}
-    return [None, True, -1, 10**rng.randrange(1, 400), -1e308, 0.5, "", "../" * rng.randrange(9), "x" * rng.randrange(3000),
-            rng.choice(["<|im_end|>", "</tool_call>", "__import__('os').system('false')", "document", "a", "\u2028", "999999", "NaN"])][pick]
-
-
-def _hostile_message(rng, names):
-    name = rng.choice(HOSTILE) if rng.random() < 0.3 else rng.choice(names)
-    parameters = [p for p in env_bfcl.SIGNATURES[name].parameters if p != "self"] if name in env_bfcl.SIGNATURES else ["a", "b"]
-    arguments = {p: _hostile_value(rng) for p in parameters if rng.random() < 0.9}
-    if rng.random() < 0.1:
-        arguments[rng.choice(["extra", "self", "__class__", "args"])] = _hostile_value(rng)
-    text = render_call(Call(name, arguments)) * rng.choice([1, 1, 1, 2, 3, 90])
-    kind = rng.randrange(12)
-    if kind == 0:
-        text = text[:rng.randrange(len(text) + 1)]                                           # truncated
-    elif kind == 1:
-        where = rng.randrange(len(text) + 1)
-        text = text[:where] + rng.choice(["<tool_call>", "</tool_call>", "<|im_end|>", "<think>", "</think>", "{", "}", '"', "\\",
-                                          "\x00", "\ud800", "NaN", "[" * 5000, "9" * 5000]) + text[where:]
-    elif kind == 2:
-        text = rng.choice(BAD_BLOCKS[:24]).join(["<tool_call>", "</tool_call>"])
-    elif kind == 3:
-        text = "".join(rng.choice(["<tool_call>", "</tool_call>", "\n", "{", "<|im_end|>", "ls", '{"name": "ls", "arguments": {}}',
-                                   "<think>", "</think>", "<tool_response>"]) for _ in range(rng.randrange(30)))
-    elif kind == 4:
-        text = rng.choice(["", "Done.", "<|im_end|>", " ", "\ud83d", "I think that" * 200])
-    return text + rng.choice(["", "<|im_end|>", "<|endoftext|>"])
-
-
-def fuzz(n, seed=0, tasks=ALL):
-    """n seeded hostile messages through environments and rewards; returns how often what happened."""
-    rng, seen, done = random.Random(seed), {}, 0
-    while done < n:
-        task = rng.choice(tasks)
-        env = BFCLEnv(task, rng.choice(["none", "short", "error"]))
-        names, texts = sorted(task.names), 0
-        while env.finish is None:
-            text = _hostile_message(rng, names)
-            messages = env.step(text, rng.choice(["stop"] * 40 + ["length"]))
-            assert (messages is None) == (env.finish is not None)
-            for message in messages or []:
-                assert message["role"] == "user" and isinstance(message["content"], str)
-                message["content"].encode("utf-8")
-            assert reward.structure(text) in ("call", "response", "polluted", "collapsed")
-            done, texts = done + 1, texts + 1
-        result = reward.score(task, env.calls_per_turn)
-        assert len(result.per_turn) == len(task.turns) and result.error in (None, "turns"), result
-        assert result.official >= result.strict
-        reward.first_difference(task, env.calls_per_turn)
-        unknown = sum(call.name not in task.names for calls in env.calls_per_turn for call in calls)
-        assert unknown == env.feedback_count.get("unknown", 0)
-        seen[env.finish] = seen.get(env.finish, 0) + 1
-        for kind, count in env.feedback_count.items():
-            seen[kind] = seen.get(kind, 0) + count
-    return seen
-
-
-def test_env_fuzz_short():
-    some = ALL[::23]
-    def replay():
-        return [[env_bfcl.execute(simulators, call, task.names) for calls in task.ground_truth for call in calls]
-                for task in some for simulators in [env_bfcl.make_simulators(task)]]
-    before = replay()
-    seen = fuzz(2000, seed=1)
-    assert min(seen[kind] for kind in ("done", "length", "malformed", "unclosed", "unknown")) > 10
-    assert replay() == before  # nothing of it is seen by other environments
-
-
 def test_env_episodes_leave_nothing_behind():
     def episodes(n):
         for number in range(n):
@@ -2023,6 +1947,25 @@ def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, 
         assert ends[0][1][key] == ends[1][1][key], key
 
 
+def test_grpo_alone_saves_its_rollouts_and_trains_on_them_again(sharp, tmp_path, monkeypatch):
+    def main(*flags):
+        monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", sharp, "--engine", "hf", "--categories", "base", "--train_tasks", "2", "--prompts", "2", "--n", "2",
+                                          "--mini_batch", "2", "--steps", "2", "--max_action", "8", "--max_response", "60", "--out", str(tmp_path / "out"), *flags])
+        grpo.main()
+        return [json.loads(x) for x in open(tmp_path / "out" / "metrics.jsonl")][1:]
+    played, there = main("--save_rollouts", str(tmp_path / "there")), tmp_path / "there"
+    assert sorted(os.listdir(there)) == ["000000.0.jsonl", "000001.0.jsonl"] and not (tmp_path / "out" / "rollouts").exists()
+    again = main("--load_rollouts", str(there))
+    assert [x["response_tokens"] for x in again] == [x["response_tokens"] for x in played] and not (tmp_path / "out" / "rollouts").exists()
+    main("--save_rollouts", "none")
+    assert not (tmp_path / "out" / "rollouts").exists()
+    main()
+    assert len(os.listdir(tmp_path / "out" / "rollouts")) == 2
+    for flags, word in (((), "another --out"), (("--save_rollouts", str(there)), "another --save_rollouts"), (("--save_rollouts", "true"), "is a folder, or none")):
+        with pytest.raises(SystemExit, match=word):
+            main(*flags)
+
+
 def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sharp, tokenizer):
     """What the collapse alarm watches, by plain forwards."""
     action = tokenizer(MKDIR + "<|im_end|>").input_ids
@@ -2363,7 +2306,7 @@ BAD_FLAGS = [
     ("--model /nowhere/at/all", "/nowhere/at/all"), ("--sft_data /nowhere.jsonl", "nowhere.jsonl"), ("--model x.gguf", "no such file"),
     ("--engine trt", "vllm, hf or auto"), ("--n 1", "--n 1 learns nothing"), ("--sft_lr -1", "--sft_lr must"), ("--ets_lr nan", "--ets_lr must"),
     ("--rl_warmup -1", "--rl_warmup must"), ("--eval_limit -1", "--eval_limit must"), ("--eval_samples -1", "--eval_samples must"), ("--sft_start -3", "--sft_start must"),
-    ("--save_every 0", "--save_every must"), ("--failed_window 0", "--failed_window must"), ("--sft_stop_accuracy 95", "at most 1"), ("--rounds 5,\u00b2", "--rounds is a list")]
+    ("--signal prs --save_rollouts none", "--save_rollouts none"), ("--save_every 0", "--save_every must"), ("--failed_window 0", "--failed_window must"), ("--sft_stop_accuracy 95", "at most 1"), ("--rounds 5,\u00b2", "--rounds is a list")]
 
 
 @pytest.mark.parametrize("flags,word", BAD_FLAGS)
@@ -2706,6 +2649,25 @@ def test_other_flags_are_refused_by_name_and_fresh_starts_over(tmp_path):
     assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
     with pytest.raises(ValueError, match="would delete the model"):
         claimed(dataclasses.replace(config, model=str(run / "model"), fresh=True))
+
+
+def test_saved_rollouts_of_another_run_are_neither_mixed_nor_deleted_and_failures_reads_the_folder(tiny, tokenizer, tmp_path):
+    there = tmp_path / "there"
+    run = make_run(tiny, tmp_path / "a", Scripted(tokenizer, [["No.", "No."]] * 8), save_rollouts=str(there), save_every=1)
+    interleave.begin_phase(run, interleave.Phase("rl 1", "rl", 1))
+    interleave.run_rl(run, interleave.Phase("rl 1", "rl", 1))
+    assert os.listdir(there) == ["000000.0.jsonl"] and not (tmp_path / "a" / "rollouts").exists()
+    assert {task.id for task, _ in interleave.failures(run)} == {t.id for t in SMALL[:2]}
+    config = interleave.Config(model="m", out=str(tmp_path / "b"), save_rollouts=str(there))
+    with pytest.raises(ValueError, match="holds trajectories already"):
+        claimed(config)
+    assert claimed(dataclasses.replace(config, save_rollouts=str(tmp_path / "new"))) == (None, None)
+    for changed in (str(there), "", "none"):    # failures() would not find what was saved before
+        with pytest.raises(ValueError, match="was started with --save_rollouts"):
+            claimed(dataclasses.replace(config, save_rollouts=changed))
+    with pytest.raises(ValueError, match="holds trajectories already"):
+        claimed(dataclasses.replace(config, fresh=True))
+    assert os.listdir(there) == ["000000.0.jsonl"]
 
 
 def test_two_processes_do_not_share_a_run_and_a_killed_one_leaves_no_lock(tmp_path):
@@ -3588,7 +3550,7 @@ def test_chaos_a_killed_run_ends_as_an_undisturbed_one(chaos_model, tmp_path):
 
 
 def test_chaos_hostile_messages():
-    shown = chaos("fuzz", "--messages", "500")
+    shown = chaos("fuzz", "--messages", "2000")
     assert "other_tasks_unchanged      800" in shown, shown
 
 
