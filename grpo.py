@@ -32,11 +32,12 @@ import os
 import random
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import (chat_glue, find_model, load_model, load_tokenizer, load_trajectories, make_engine, parse_flags,
-                     rollout, strip_hint, weight_sums)
+from rollout import (chat_glue, check_numbers, drop_requests, find_model, load_model, load_tokenizer, load_trajectories, make_engine,
+                     parse_flags, rollout, save_trajectories, strip_hint, weight_sums)
 import psutil
 import torch
 import torch.nn.functional as F
@@ -101,7 +102,7 @@ class GRPOConfig:
     checkpointing: str = field(default="full", metadata={"help": "the backward recomputes full layers, their mlp (more memory, faster) or none (most memory)"})
     load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
     report_to: str = field(default="", metadata={"help": "interleave.py: also log to tensorboard, wandb or trackio (through accelerate)"})
-    save_rollouts: bool = field(default=True, metadata={"help": "write each step's trajectories to OUT/rollouts/"})
+    save_rollouts: str = field(default="", metadata={"help": "folder of each step's trajectories; default OUT/rollouts; none = do not write them"})
 
 
 # --- ALGO: advantages and loss ----------------------------------------------------------------------------------------
@@ -724,7 +725,33 @@ class Signal:
 
 
 def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal=Signal()):
-    """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank)."""
+    """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank).
+
+    After a failure of the engine, or out of memory, there is a second attempt from the same state, with rows of half the tokens.
+    Not once a weight may have moved: that would be another step. Not with several ranks: the others wait for a sum."""
+    moved, skipped = [], learner.skipped
+    watching = learner.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
+    try:
+        return _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)
+    except Exception as e:
+        if moved or learner.accelerator.num_processes > 1 or isinstance(e, FloatingPointError):
+            raise
+        tqdm.write(f"{traceback.format_exc()}step {step} failed: once more, with rows of {config.tokens_per_row // 2} tokens")
+    finally:
+        watching.remove()
+    # Not inside the except: the exception keeps the frames, and they keep the memory of the failed attempt.
+    learner.optimizer.zero_grad(set_to_none=True)
+    learner.skipped = skipped
+    if learner.model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    drop_requests(engine)
+    push(learner, engine)
+    config = dataclasses.replace(config, tokens_per_row=max(config.tokens_per_row // 2, 1))
+    metrics, trajectories = _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)
+    return metrics | {"retried": 1}, trajectories
+
+
+def _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal):
     watch = watch_ids(tokenizer)
     trajectories, adv, stats = play(learner, engine, tokenizer, tasks, step, config, signal)
     metrics = rollout_metrics(learner, trajectories, config)
@@ -747,6 +774,17 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     return metrics | {f"time/{k}" if k.endswith("_s") else k: round(v, 4) for k, v in stats.items()}, trajectories
 
 
+def rollouts_folder(config):
+    """Where the trajectories go, "" for nowhere."""
+    return "" if config.save_rollouts == "none" else config.save_rollouts or os.path.join(config.out, "rollouts")
+
+
+def check_rollouts_folder(config):
+    """A new run writes into no other run's trajectories: step 7 of the one and step 8 of the other would be read as one run."""
+    if (folder := rollouts_folder(config)) and glob.glob(os.path.join(folder, "*.jsonl")):
+        raise ValueError(f"{folder} holds trajectories already: delete them, or give another --{'save_rollouts' if config.save_rollouts else 'out'}")
+
+
 def step_line(step, m):
     """The line a user watches."""
     kinds = "/".join(f"{100 * m['structure/' + s]:.0f}" for s in ("call", "response", "polluted", "collapsed"))
@@ -760,8 +798,12 @@ def check_config(config):
     """Refuse what would only be noticed hours later; ValueError with one line."""
     if config.top_p != 1.0:
         raise ValueError("--top_p must be 1 in training: the loss needs the distribution that was sampled from")
-    if config.temperature <= 0:
-        raise ValueError("--temperature must be > 0 in training")
+    check_numbers(config, "temperature clip_norm kv_gib steps prompts n mini_batch tokens_per_row max_prompt max_response max_action max_observation "
+                          "max_generations sft_epochs ets_epochs sft_dialogues failed_window save_every")
+    if config.n == 1 and getattr(config, "schedule", "") != "sft_only":
+        raise ValueError("--n 1 learns nothing: the advantage of an episode is its distance to the others of its group")
+    if config.dual_clip < 1:
+        raise ValueError(f"--dual_clip must be at least 1, not {config.dual_clip}: below it cuts what is not clipped otherwise")
     if config.reward not in ("official", "strict", "per_turn"):
         raise ValueError(f"--reward is official, strict or per_turn, not {config.reward!r}")
     if config.engine not in ("auto", "vllm", "hf"):
@@ -774,11 +816,10 @@ def check_config(config):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.checkpointing not in ("full", "mlp", "none"):
         raise ValueError(f"--checkpointing is full, mlp or none, not {config.checkpointing!r}")
+    if config.save_rollouts.lower() in ("true", "false"):
+        raise ValueError(f"--save_rollouts is a folder, or none, not {config.save_rollouts}")
     if config.decode_feedback not in ("none", "short", "error"):
         raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
-    for name in ("steps", "prompts", "n", "mini_batch", "max_action", "max_response", "tokens_per_row"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
     world = int(os.environ.get("WORLD_SIZE", 1))
     if config.prompts % world or config.mini_batch % world:
         raise ValueError(f"--prompts {config.prompts} and --mini_batch {config.mini_batch} must be multiples of the {world} processes")
@@ -817,6 +858,8 @@ def main():
         tokenizer = load_tokenizer(path)
         if config.load_rollouts and not glob.glob(os.path.join(config.load_rollouts, "*.jsonl")):
             raise ValueError(f"no *.jsonl in {config.load_rollouts}")
+        if not config.load_rollouts:
+            check_rollouts_folder(config)
         engine = None if config.load_rollouts else make_engine(
             config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
         learner = make_learner(path, tokenizer, config.checkpointing, config.compile)
@@ -827,10 +870,14 @@ def main():
     if config.kl_coef:
         set_reference(learner, path)
 
+    by_id = {t.id: t for t in tasks}
+
     def play_on():
         for step in range(config.steps):
             batch = [tasks[i] for i in task_order(len(tasks), config.prompts, step, config.seed)]
-            metrics, _ = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+            metrics, trajectories = grpo_step(learner, engine, tokenizer, batch, step, step, config)
+            if folder := rollouts_folder(config):
+                save_trajectories(os.path.join(folder, f"{step:06d}.{learner.accelerator.process_index}.jsonl"), trajectories, [by_id[t.task_id] for t in trajectories])
             tqdm.write(step_line(step, metrics))
             yield step, metrics
 

@@ -17,25 +17,33 @@ Deviations from the paper:
     python interleave.py --preset tiny/ets                       # on a CPU (run.sh makes the tiny model)
     python interleave.py --preset qwen2.5/ets --out runs/qwen2.5-ets            # again: goes on where it stopped
 """
+import os
+import signal as signals
+import sys
+
+if __name__ == "__main__":
+    # While the imports below run there is nothing to save, and an exception would come out of the middle of some package.
+    signals.signal(signals.SIGINT, lambda *args: (os.write(2, b"\ninterrupted before the first step\n"), os._exit(1)))
+    if "PYTHONHASHSEED" not in os.environ:      # three simulator methods print sets: else their order, and so what the policy
+        os.environ["PYTHONHASHSEED"] = "0"      # reads, changes from process to process
+        signals.pthread_sigmask(signals.SIG_BLOCK, {signals.SIGINT})    # Ctrl-C waits until the new process is here again
+        os.execv(sys.executable, sys.orig_argv)
+    signals.pthread_sigmask(signals.SIG_UNBLOCK, {signals.SIGINT})
+
 import collections
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import functools
 import glob
 import json
-import os
 import re
 import shutil
-import signal as signals
 import subprocess
-import sys
+import traceback
 import zlib
 from dataclasses import dataclass, field
-
-if __name__ == "__main__" and "PYTHONHASHSEED" not in os.environ:   # three simulator methods print sets: else their order, and so what
-    os.environ["PYTHONHASHSEED"] = "0"                              # the policy reads, changes from process to process
-    os.execv(sys.executable, sys.orig_argv)
 
 from rollout import (chat_glue, evaluate, find_model, load_tokenizer, load_trajectories, make_engine, parse_flags,    # before torch
                      save_trajectories, summary)
@@ -106,7 +114,7 @@ class Config(GRPOConfig):
 
 BEST_WINDOW = 5     # OUT/best: the weights after the BEST_WINDOW steps of one round with the highest mean train reward
 BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
-HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts"}    # may differ when a run is resumed
+HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row"}   # may differ when a run is resumed
 
 
 @dataclass
@@ -135,22 +143,21 @@ def read_config():
     for name, legal in (("failed", ("all", "any")), *((n, ("reset", "keep")) for n in ("optimizer", "reference", "data_order"))):
         if getattr(config, name) not in legal:
             raise ValueError(f"--{name} is {' or '.join(legal)}, not {getattr(config, name)!r}")
-    if not all(r.strip().isdigit() for r in config.rounds.split(",")):
+    if not all(r.strip().isdecimal() for r in config.rounds.split(",")):
         raise ValueError(f"--rounds is a list of step numbers such as 50,100,150, not {config.rounds!r}")
     for fault in config.fault:
         if fault not in FAULTS:
             raise ValueError(f"--fault is one of {', '.join(FAULTS)}, not {fault!r}")
     if "hint_context" in config.fault and config.signal != "hint":
         raise ValueError("--fault hint_context needs --signal hint")
-    if config.signal == "prs" and not config.save_rollouts:
-        raise ValueError("--signal prs reads the failed trajectories from OUT/rollouts: it needs --save_rollouts true")
+    if config.signal == "prs" and config.save_rollouts == "none":
+        raise ValueError("--signal prs reads the failed trajectories that are saved: it does not go with --save_rollouts none")
     if bool(config.teacher) != bool(config.teacher_model):
         raise ValueError("--teacher URL and --teacher_model NAME go together")
     if config.sft_data:
         sft.read_chats(config.sft_data)
-    for name in ("sft_epochs", "ets_epochs", "sft_dialogues", "failed_window", "save_every"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} must be at least 1")
+    if config.sft_stop_accuracy > 1:
+        raise ValueError(f"--sft_stop_accuracy is a share, at most 1, not {config.sft_stop_accuracy}")
     if config.signal == "hint" and not 0 < config.hinted <= config.n:
         raise ValueError(f"--hinted must lie between 1 and --n {config.n}")
     if not config.model:
@@ -220,6 +227,8 @@ def on_alarm(run, phase, why):
         return
     # The newest healthy weights may already hold the steps that led to the alarm.
     back = [h for h in state["healthy"] if h[0] <= state["step"] - 2] or state["healthy"][:1]
+    while back and (bad := damaged(back[-1][1])[0]):
+        tqdm.write(f"{back.pop()[1]} is damaged ({bad}): not used")
     if back:
         run.learner.model.load_state_dict(load_file(os.path.join(back[-1][1], "model.safetensors")), strict=False)
         grpo.push(run.learner, run.engine)
@@ -272,11 +281,11 @@ def phase_dialogues(run, phase):
 
 
 def failures(run):
-    """(task, trajectory) of one failed sample per task and step of the window, from OUT/rollouts: a resumed run sees the same."""
+    """(task, trajectory) of one failed sample per task and step of the window, from the saved ones: a resumed run sees the same."""
     by_id, found = {t.id: t for t in run.tasks}, {}
     first = max(run.state["step"] - min(run.config.failed_window, len(run.outcomes)), 0)
     for step in range(first, run.state["step"]):
-        for path in sorted(glob.glob(os.path.join(run.config.out, "rollouts", f"{step:06d}.*.jsonl"))):
+        for path in sorted(glob.glob(os.path.join(grpo.rollouts_folder(run.config), f"{step:06d}.*.jsonl"))):
             for t in load_trajectories(path):
                 if t.source == "policy" and t.reward and not (t.finish == "done" and t.reward.official):
                     found.setdefault((step, t.task_id), (by_id[t.task_id], t))
@@ -342,7 +351,8 @@ class Run:
     learner: grpo.Learner
     state: dict             # phase, step_in_phase, step (GRPO steps so far), saves: what a resumed run needs to know
     outcomes: list          # one {task_id: [successes, samples]} per GRPO step of the current round
-    log: object = None      # metrics.jsonl; None on the other ranks
+    log: object = None      # metrics.jsonl; None on the other ranks, like
+    lock: object = None     # OUT/lock, kept open to keep others out
 
     @property
     def main(self):
@@ -409,8 +419,8 @@ def run_rl(run, phase):
             outcome[task_id][0] += won
             outcome[task_id][1] += 1
         run.outcomes.append(dict(outcome))
-        if config.save_rollouts:
-            save_trajectories(os.path.join(config.out, "rollouts", f"{state['step']:06d}.{run.learner.accelerator.process_index}.jsonl"),
+        if folder := grpo.rollouts_folder(config):
+            save_trajectories(os.path.join(folder, f"{state['step']:06d}.{run.learner.accelerator.process_index}.jsonl"),
                               trajectories, [by_id[t.task_id] for t in trajectories])
         run.write(kind="grpo", phase=state["phase"], step=state["step"], **metrics, outcomes=outcome)
         if run.main:
@@ -492,8 +502,8 @@ def save_model(run, path):
     shutil.rmtree(path + ".tmp", ignore_errors=True)
     run.learner.model.save_pretrained(path + ".tmp")
     run.tokenizer.save_pretrained(path + ".tmp")
-    for name in os.listdir(path + ".tmp"):
-        _checksum(os.path.join(path + ".tmp", name), sync=True)
+    files = {name: _checksum(os.path.join(path + ".tmp", name), sync=True) for name in sorted(os.listdir(path + ".tmp"))}
+    write_json(os.path.join(path + ".tmp", "checksums.json"), {"files": files})
     shutil.rmtree(path, ignore_errors=True)
     os.replace(path + ".tmp", path)
 
@@ -526,10 +536,7 @@ def _save_checkpoint(run):
     save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
     os.fsync(run.log.fileno())
     files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
-    with open(os.path.join(tmp, "state.json"), "w") as f:
-        json.dump({**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "files": files}, f)
-        f.flush()
-        os.fsync(f.fileno())
+    write_json(os.path.join(tmp, "state.json"), {**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files})
     os.replace(tmp, path)
     folder = os.open(out, os.O_RDONLY)
     os.fsync(folder)
@@ -543,6 +550,13 @@ def _save_checkpoint(run):
             shutil.rmtree(old)
 
 
+def write_json(path, what, **how):
+    with open(path, "w") as f:
+        json.dump(what, f, **how)
+        f.flush()
+        os.fsync(f.fileno())
+
+
 def _checksum(path, sync=False):
     size = crc = 0
     with open(path, "rb") as f:
@@ -551,6 +565,15 @@ def _checksum(path, sync=False):
         if sync:
             os.fsync(f.fileno())
     return [size, crc]
+
+
+def damaged(path, noted="checksums.json"):
+    """(the first file in `path` that is not as it was written, or "", what the file `noted` holds)."""
+    try:
+        held = json.load(open(os.path.join(path, noted)))
+        return next((f for f, sums in held["files"].items() if _checksum(os.path.join(path, f)) != sums), ""), held
+    except (OSError, ValueError, KeyError) as e:
+        return str(e), None
 
 
 def checkpoints(out):
@@ -562,14 +585,10 @@ def checkpoints(out):
 def find_checkpoint(out):
     """(path, state) of the newest intact checkpoint, or (None, None); says which ones are damaged and puts them aside."""
     for path in reversed(checkpoints(out)):
-        try:
-            state = json.load(open(os.path.join(path, "state.json")))
-            bad = [f for f, sum_ in state["files"].items() if _checksum(os.path.join(path, f)) != sum_]
-        except (OSError, ValueError, KeyError) as e:
-            bad = [str(e)]
+        bad, state = damaged(path, "state.json")
         if not bad:
             return path, state
-        tqdm.write(f"{path} is damaged ({bad[0]}): using the one before it")
+        tqdm.write(f"{path} is damaged ({bad}): using the one before it")
         shutil.rmtree(path + ".damaged", ignore_errors=True)
         os.replace(path, path + ".damaged")
     return None, None
@@ -584,24 +603,44 @@ def load_optimizer(learner, path):
                                           for k, v in state.items()}
 
 
-def prepare_out(config):
-    """Create OUT, or check that it belongs to the same flags; returns (checkpoint path, state) to go on from, or (None, None)."""
-    out, path = config.out, os.path.join(config.out, "config.json")
-    flags = dataclasses.asdict(config)
-    is_run = os.path.exists(path) and "signal" in json.load(open(path))     # a model's directory has a config.json, too
-    if config.fresh and is_run:
-        shutil.rmtree(out)
-    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp"} and not is_run:
+# What a run leaves in OUT: all that --fresh may delete. config.json and lock stay: the one is replaced, the other is held.
+WRITTEN = re.compile(r"(ckpt-\d{6}|reference-\d+|healthy-\d{6}|best|model)(\.tmp|\.damaged)?|rollouts|eval|teacher|multi_step_tool_rl|metrics\.jsonl|"
+                     r"report\.html|(overview|reward|structure|control|kl_entropy|categories|times)\.png")
+
+
+def claim_out(config):
+    """Refuse an OUT that is no run, was started with other flags, or is another process's; changes nothing that is there. Returns
+    the lock, which lasts as long as the returned file: the kernel drops it with the process, however that ends."""
+    out, path, flags = config.out, os.path.join(config.out, "config.json"), dataclasses.asdict(config)
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise ValueError(f"{out} is a file: give another --out")
+    before = json.load(open(path)) if os.path.exists(path) else {}
+    if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp", "lock"} and "signal" not in before:    # a model has a config.json, too
         raise ValueError(f"{out} is not empty and not a run: give another --out")
-    if os.path.exists(path):
-        before = json.load(open(path))
-        changed = [k for k in flags if k not in HARMLESS and before.get(k, flags[k]) != flags[k]]
-        if changed:
-            k = changed[0]
+    if config.fresh and os.path.realpath(config.model).startswith(os.path.realpath(out) + os.sep):
+        raise ValueError(f"--fresh would delete the model {config.model}: give another --out")
+    for k in flags if before and not config.fresh else ():
+        if k not in HARMLESS and before.get(k, flags[k]) != flags[k]:
             raise ValueError(f"{out} was started with --{k} {before[k]}, now it is {flags[k]}: use the same flags, another --out, or --fresh")
+    if config.save_rollouts and (config.fresh or not before):
+        grpo.check_rollouts_folder(config)
     os.makedirs(out, exist_ok=True)
-    with open(path + ".tmp", "w") as f:
-        json.dump(flags, f, indent=1)
+    lock = open(os.path.join(out, "lock"), "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another process is running in {out}") from None
+    return lock
+
+
+def prepare_out(config):
+    """Delete the old run if it shall be fresh, note the flags; returns (checkpoint path, state) to go on from, or (None, None)."""
+    out, path = config.out, os.path.join(config.out, "config.json")
+    for name in sorted(os.listdir(out)) if config.fresh else ():
+        if WRITTEN.fullmatch(name):
+            old = os.path.join(out, name)
+            shutil.rmtree(old) if os.path.isdir(old) and not os.path.islink(old) else os.remove(old)
+    write_json(path + ".tmp", dataclasses.asdict(config), indent=1)
     os.replace(path + ".tmp", path)
     found = find_checkpoint(out)
     if not found[0] and (lost := glob.glob(os.path.join(out, "ckpt-*.damaged"))):
@@ -613,18 +652,18 @@ def prepare(config):
     """Everything before the first step: data, model, engine, state."""
     tasks = grpo.train_tasks(config)
     test = env_bfcl.load_tasks("test", tuple(config.eval_categories.split(",")), short_docs=config.short_docs)
-    if config.eval_limit:
-        count = collections.Counter()
-        test = [t for t in test if (count.update([t.category]) or count[t.category] <= config.eval_limit)]
+    test = [t for c in config.eval_categories.split(",") for t in [t for t in test if t.category == c][: config.eval_limit or None]]
     if config.prompts > len(tasks):
         raise ValueError(f"--prompts {config.prompts} is more than the {len(tasks)} training tasks")
     base = find_model(config.model, os.path.dirname(config.out) or ".")
     tokenizer = load_tokenizer(base)
-    if int(os.environ.get("RANK", 0)) == 0:
-        path, state = prepare_out(config)
     if "no_think_context" in config.fault and not chat_glue(tokenizer, config.think).think_block:
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
+    first = int(os.environ.get("RANK", 0)) == 0
+    lock = claim_out(config) if first else None
     learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.compile, config.report_to, config.out)
+    if first:       # only now does --fresh delete: whatever could be wrong with the flags, the data or the model would have shown
+        path, state = prepare_out(config)
     if config.report_to:
         learner.accelerator.init_trackers("multi_step_tool_rl", {k: str(v) for k, v in dataclasses.asdict(config).items()})
     sft.check_tags(learner.model, tokenizer, config.init_tags)
@@ -636,15 +675,17 @@ def prepare(config):
     grpo.check_memory(learner, engine, config)
     state = state or {"plan": [dataclasses.astuple(p) for p in plan(config)], "phase": 0, "step_in_phase": 0, "step": 0, "saves": 0,
                       "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}
-    outcomes = state.pop("outcomes", [])
+    outcomes, learner.skipped = state.pop("outcomes", []), state.pop("skipped", 0)
     state.pop("files", None)
-    run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes)
+    run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes, lock=lock)
     if path:
         learner.model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
         kind = state["plan"][min(state["phase"], len(state["plan"]) - 1)][1]
         grpo.set_optimizer(learner, config.lr, BETAS[kind == "rl"], config.weight_decay)
         load_optimizer(learner, path)
         if state["reference"] and config.kl_coef:
+            if bad := damaged(state["reference"])[0]:
+                raise ValueError(f"the KL reference {state['reference']} is damaged ({bad}): put it back, or --fresh")
             grpo.set_reference(learner, state["reference"])
     if run.main:
         metrics = os.path.join(config.out, "metrics.jsonl")
@@ -679,7 +720,7 @@ def report(run):
     save_model(run, model)
     plot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools", "plot.py")
     plotted = subprocess.run([sys.executable, plot, out], capture_output=True, text=True)
-    print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {out}/rollouts/, {out}/eval/")
+    print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {grpo.rollouts_folder(run.config) or 'not saved'}, {out}/eval/")
     print(f"figure        {out}/overview.png, report {out}/report.html" if not plotted.returncode else f"no figure: {plotted.stderr[-300:]}")
 
 
@@ -698,16 +739,18 @@ def main():
             report(run)
     except KeyboardInterrupt:
         sys.exit(f"\ninterrupted: {again()}")
-    except torch.OutOfMemoryError as e:
-        sys.exit(f"error: out of GPU memory ({str(e).splitlines()[0]}): lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib")
-    except (OSError, SafetensorError) as e:
-        if getattr(e, "errno", None) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO) and "I/O error" not in str(e):
-            raise
+    except Exception as e:
         with contextlib.suppress(OSError):
             run.main and run.log.close()     # what is left in its buffer would raise once more at the exit
-        sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
+        full = getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+        if full or isinstance(e, (OSError, SafetensorError)) and "I/O error" in str(e):
+            sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
+        traceback.print_exc()
+        memory = f"lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib, then " * isinstance(e, torch.OutOfMemoryError)
+        sys.exit(f"\nerror: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}: {memory}{again()}")
     run.engine.close()
 
 
 if __name__ == "__main__":
+    signals.signal(signals.SIGINT, signals.default_int_handler)
     main()

@@ -25,6 +25,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -71,6 +72,13 @@ def parse_flags(config, args=None, description=None, defaults=None):
     if unknown:
         sys.exit(f"error: unknown flag {unknown[0]} (--help lists the flags)")
     return values
+
+
+def check_numbers(config, positive=""):
+    """ValueError in one line for a number that is no setting: negative, not finite, or 0 where its name is in `positive`."""
+    for name, value in vars(config).items():
+        if isinstance(value, (int, float)) and (not math.isfinite(value) or value < 0 or value == 0 and name in positive.split()):
+            raise ValueError(f"--{name} must be {'above 0' if name in positive.split() else 'a number, 0 or more'}, not {value}")
 
 
 def load_tokenizer(path):
@@ -129,6 +137,8 @@ def find_model(path, out="runs"):
             raise ValueError(f"no such file: {path}")
         return gguf_to_hf(path, os.path.join(out, os.path.basename(path)[:-5]))
     try:
+        if not os.path.exists(path) and "/" not in path:    # the hub would be asked five times, with a page of warnings
+            raise ValueError("no such directory, and a hub id has an owner: Qwen/Qwen3-1.7B")
         AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"no model at {path!r}: give a local directory with a config.json, a .gguf file, or a hub id "
@@ -271,7 +281,7 @@ def print_trajectory(trajectory, tokenizer, file=None, max_prompt=400):
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 # An engine is any object with add(request_id, ids, max_tokens), step() -> [(request_id, ids, logp, finish_reason)],
-# load_weights(named) and close(). `seed` and `temperature` may be set between rollouts.
+# load_weights(named), abort() (drop all requests) and close(). `seed` and `temperature` may be set between rollouts.
 
 @torch.no_grad()
 def weight_sums(parameters, dtype=None):
@@ -403,6 +413,10 @@ class HFEngine:
     def checksum(self):
         return weight_sums(self.model.parameters())
 
+    def abort(self):
+        for requests in (self.waiting, self.running, self.slots):
+            requests.clear()
+
     def close(self):
         self.slots.clear()
 
@@ -500,6 +514,15 @@ def make_engine(kind, model, tokenizer, **settings):
     if kind == "hf":
         return HFEngine(model, stop, vocab=len(tokenizer), **{k: v for k, v in settings.items() if k in ("temperature", "seed")})
     raise ValueError(f"engine is vllm, hf or auto, not {kind!r}")
+
+
+def drop_requests(engine):
+    """After a failure: the engine is awake and forgets its requests. What it has cached of them goes with the next push."""
+    if core := getattr(engine, "core", None):       # vLLM
+        core.abort_request(list(core.output_processor.request_states), internal=True)
+        core.is_sleeping() and engine.wake()
+    else:
+        engine.abort()
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -688,6 +711,7 @@ class EvalConfig:
 def main():
     config = parse_flags(EvalConfig, description=__doc__.split("\n")[0])
     try:
+        check_numbers(config, "max_action kv_gib")
         tasks = env_bfcl.load_tasks(config.split, tuple(config.categories.split(",")), short_docs=config.short_docs)
         path = find_model(config.model)
         tokenizer = load_tokenizer(path)

@@ -26,7 +26,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from rollout import (Trajectory, chat_glue, find_model, load_tokenizer, observation_ids, parse_flags, print_trajectory,   # before torch
+from rollout import (Trajectory, chat_glue, check_numbers, find_model, load_tokenizer, observation_ids, parse_flags, print_trajectory,   # before torch
                      prompt_ids, rollout)
 import torch
 import torch.nn.functional as F
@@ -417,8 +417,7 @@ def sft_phase(learner, trajectories, config, start=0, recent=None, desc="sft"):
 def main():
     config = parse_flags(SFTConfig, description=__doc__.split("\n")[0])
     try:
-        if min(config.dialogues, config.epochs + config.steps, config.tokens_per_row) < 1:
-            raise ValueError("--dialogues, --tokens_per_row and --epochs (or --steps) must be at least 1")
+        check_numbers(config, "dialogues tokens_per_row max_length" + " epochs" * (not config.steps))
         path = find_model(config.model, config.out)
         tokenizer = load_tokenizer(path)
         tasks = grpo.train_tasks(config)

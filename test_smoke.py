@@ -514,82 +514,6 @@ def test_env_copies_of_directories_do_not_hang():
             reward.first_difference(other, turns)
 
 
-HOSTILE = ["ls", "cd", "mv", "cp", "find", "du", "pwd", "echo", "tail", "mkdir", "rm", "post_tweet", "mention", "logarithm", "power",
-           "__init__", "_load_scenario", "os.system", "ls.__globals__", "", "x" * 500, "é", "sort", "book_flight", "place_order"]
-
-
-def _hostile_value(rng, depth=0):
-    pick = rng.randrange(14 if depth < 3 else 10)
-    if pick >= 10:
-        return [_hostile_value(rng, depth + 1) for _ in range(rng.randrange(4))] if pick < 12 else {
-            rng.choice(["a", "self", "__class__", "id"]): _hostile_value(rng, depth + 1) for _ in range(rng.randrange(3))}
-    return [None, True, -1, 10**rng.randrange(1, 400), -1e308, 0.5, "", "../" * rng.randrange(9), "x" * rng.randrange(3000),
-            rng.choice(["<|im_end|>", "</tool_call>", "__import__('os').system('false')", "document", "a", "\u2028", "999999", "NaN"])][pick]
-
-
-def _hostile_message(rng, names):
-    name = rng.choice(HOSTILE) if rng.random() < 0.3 else rng.choice(names)
-    parameters = [p for p in env_bfcl.SIGNATURES[name].parameters if p != "self"] if name in env_bfcl.SIGNATURES else ["a", "b"]
-    arguments = {p: _hostile_value(rng) for p in parameters if rng.random() < 0.9}
-    if rng.random() < 0.1:
-        arguments[rng.choice(["extra", "self", "__class__", "args"])] = _hostile_value(rng)
-    text = render_call(Call(name, arguments)) * rng.choice([1, 1, 1, 2, 3, 90])
-    kind = rng.randrange(12)
-    if kind == 0:
-        text = text[:rng.randrange(len(text) + 1)]                                           # truncated
-    elif kind == 1:
-        where = rng.randrange(len(text) + 1)
-        text = text[:where] + rng.choice(["<tool_call>", "</tool_call>", "<|im_end|>", "<think>", "</think>", "{", "}", '"', "\\",
-                                          "\x00", "\ud800", "NaN", "[" * 5000, "9" * 5000]) + text[where:]
-    elif kind == 2:
-        text = rng.choice(BAD_BLOCKS[:24]).join(["<tool_call>", "</tool_call>"])
-    elif kind == 3:
-        text = "".join(rng.choice(["<tool_call>", "</tool_call>", "\n", "{", "<|im_end|>", "ls", '{"name": "ls", "arguments": {}}',
-                                   "<think>", "</think>", "<tool_response>"]) for _ in range(rng.randrange(30)))
-    elif kind == 4:
-        text = rng.choice(["", "Done.", "<|im_end|>", " ", "\ud83d", "I think that" * 200])
-    return text + rng.choice(["", "<|im_end|>", "<|endoftext|>"])
-
-
-def fuzz(n, seed=0, tasks=ALL):
-    """n seeded hostile messages through environments and rewards; returns how often what happened."""
-    rng, seen, done = random.Random(seed), {}, 0
-    while done < n:
-        task = rng.choice(tasks)
-        env = BFCLEnv(task, rng.choice(["none", "short", "error"]))
-        names, texts = sorted(task.names), 0
-        while env.finish is None:
-            text = _hostile_message(rng, names)
-            messages = env.step(text, rng.choice(["stop"] * 40 + ["length"]))
-            assert (messages is None) == (env.finish is not None)
-            for message in messages or []:
-                assert message["role"] == "user" and isinstance(message["content"], str)
-                message["content"].encode("utf-8")
-            assert reward.structure(text) in ("call", "response", "polluted", "collapsed")
-            done, texts = done + 1, texts + 1
-        result = reward.score(task, env.calls_per_turn)
-        assert len(result.per_turn) == len(task.turns) and result.error in (None, "turns"), result
-        assert result.official >= result.strict
-        reward.first_difference(task, env.calls_per_turn)
-        unknown = sum(call.name not in task.names for calls in env.calls_per_turn for call in calls)
-        assert unknown == env.feedback_count.get("unknown", 0)
-        seen[env.finish] = seen.get(env.finish, 0) + 1
-        for kind, count in env.feedback_count.items():
-            seen[kind] = seen.get(kind, 0) + count
-    return seen
-
-
-def test_env_fuzz_short():
-    some = ALL[::23]
-    def replay():
-        return [[env_bfcl.execute(simulators, call, task.names) for calls in task.ground_truth for call in calls]
-                for task in some for simulators in [env_bfcl.make_simulators(task)]]
-    before = replay()
-    seen = fuzz(2000, seed=1)
-    assert min(seen[kind] for kind in ("done", "length", "malformed", "unclosed", "unknown")) > 10
-    assert replay() == before  # nothing of it is seen by other environments
-
-
 def test_env_episodes_leave_nothing_behind():
     def episodes(n):
         for number in range(n):
@@ -866,6 +790,10 @@ class Scripted:
 
     def load_weights(self, named):
         self.pushed.append({name: tensor.detach().clone() for name, tensor in named})
+
+    def abort(self):
+        for what in (self.queue, self.given, self.said):
+            what.clear()
 
     def close(self):
         pass
@@ -1900,7 +1828,11 @@ def test_task_order_is_a_pure_function_and_each_epoch_a_permutation():
 @pytest.mark.parametrize("change,word", [
     (dict(top_p=0.9), "--top_p must be 1"), (dict(temperature=0.0), "--temperature"), (dict(reward="dense"), "official, strict or per_turn"),
     (dict(decode_feedback="loud"), "none, short or error"), (dict(n=0), "--n must"), (dict(mini_batch=0), "--mini_batch"),
-    (dict(ops_weight="x"), "plain or luffy"), (dict(tokens_per_row=0), "--tokens_per_row")])
+    (dict(ops_weight="x"), "plain or luffy"), (dict(tokens_per_row=0), "--tokens_per_row"), (dict(n=1), "--n 1 learns nothing"),
+    (dict(temperature=math.nan), "--temperature must"), (dict(temperature=math.inf), "--temperature must"), (dict(kv_gib=0.0), "--kv_gib must"),
+    (dict(max_observation=0), "--max_observation must"), (dict(dual_clip=0.5), "--dual_clip must"),
+    *((dict([(name, -1)]), f"--{name} must be .*0") for name in ("lr", "kl_coef", "clip_low", "clip_high", "clip_norm", "warmup", "weight_decay", "tis",
+                                                                "seed", "train_tasks"))])
 def test_settings_that_would_spoil_a_run_are_refused(change, word):
     """Case 12: top_p < 1 and training do not go together."""
     grpo.check_config(grpo.GRPOConfig())
@@ -1936,6 +1868,66 @@ def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny,
     assert metrics["updates"] == 0 and "checklist" not in metrics and metrics["lr"] == 1e-3 and same_bits(state_of(learner), before)
 
 
+def fails(function, at, what=RuntimeError("the engine is dead")):
+    """`function`, but call number n raises if n is in `at`."""
+    calls = []
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) in at:
+            raise what
+        return function(*args, **kwargs)
+    failing.calls = calls
+    return failing
+
+
+def retried_step(tiny, tokenizer, engine, **flags):
+    """A step over the small tasks: (the learner's end, metrics without the times)."""
+    learner = grpo.make_learner(tiny, tokenizer)
+    grpo.set_optimizer(learner, 1e-3)
+    config = grpo.GRPOConfig(prompts=2, n=4, mini_batch=1, lr=1e-3, warmup=1, decode_feedback="none", **flags)
+    metrics, _ = grpo.grpo_step(learner, engine, tokenizer, SMALL[:2], 0, 0, config)
+    return state_of(learner), {k: v for k, v in metrics.items() if not k.startswith("time/")}
+
+
+@pytest.mark.parametrize("kind", ["scripted", "hf"])
+@pytest.mark.parametrize("where", ["engine", "update"])
+def test_a_step_that_fails_is_played_once_more_from_the_same_state(sharp, tokenizer, monkeypatch, kind, where):
+    """In the middle of a forward with other episodes in the engine, or out of memory in the update's first mini-batch (twice: with smaller rows)."""
+    script = [GOOD, ["No.", "No."]] * 4
+    make = lambda: Scripted(tokenizer, script) if kind == "scripted" else HFEngine(sharp, chat_glue(tokenizer).stop)
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards: torch.linspace(-1, 1, rewards.shape[1])[None])   # random weights score all alike
+    expected, metrics = retried_step(sharp, tokenizer, make(), max_action=40, max_response=300)
+    engine = make()
+    if where == "update":
+        monkeypatch.setattr(grpo, "_accumulate", fails(grpo._accumulate, (1, 2), torch.OutOfMemoryError("CUDA out of memory")))
+    elif kind == "scripted":
+        engine.step = fails(engine.step, (2,))
+    else:
+        layer = engine.model.model.layers[-1]
+        layer.forward = fails(layer.forward, (7,))
+    got, again = retried_step(sharp, tokenizer, engine, max_action=40, max_response=300)
+    assert metrics["updates"] == 2 and again.pop("retried") == 1
+    assert same_bits(got, expected) and again == metrics
+    engine.script = {0: [[5] * 9]}      # (of the scripted one)
+    engine.add(0, list(range(9)), 9)
+    kind == "hf" and engine.step()
+    ro.drop_requests(engine)
+    assert [engine.step() for _ in range(20)] == [[]] * 20
+
+
+def test_a_step_is_not_played_again_when_it_has_moved_weights_or_ctrl_c_was_pressed(tiny, tokenizer, monkeypatch):
+    script = [GOOD, ["No.", "No."]] * 4
+    monkeypatch.setattr(grpo, "group_advantages", lambda rewards: torch.linspace(-1, 1, rewards.shape[1])[None])
+    for at, what, where, plays in (((1, 2), RuntimeError("broken for good"), "step", 2), ((1,), KeyboardInterrupt("Ctrl-C"), "step", 1),
+                                   ((2,), RuntimeError("after the first update"), "_accumulate", 1), ((1,), FloatingPointError("not finite"), "_accumulate", 1)):
+        engine, attempts = Scripted(tokenizer, script), []
+        with monkeypatch.context() as patch, pytest.raises(type(what), match=str(what)):
+            patch.setattr(engine if where == "step" else grpo, where, fails(engine.step if where == "step" else grpo._accumulate, at, what))
+            patch.setattr(grpo, "play", lambda *args, play=grpo.play: attempts.append(1) or play(*args))
+            retried_step(tiny, tokenizer, engine)
+        assert len(attempts) == plays, what
+
+
 def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, tmp_path):
     config = grpo.GRPOConfig(prompts=2, n=4, mini_batch=1, lr=1e-3, warmup=1, load_rollouts=str(tmp_path), decode_feedback="none")
     ends = []
@@ -1953,6 +1945,25 @@ def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, 
     assert same_bits(ends[0][0], ends[1][0]) and ends[0][1]["updates"] == 2
     for key in ("reward", "updates", "grad_norm", "pg_loss", "entropy", "infra", "structure/call"):
         assert ends[0][1][key] == ends[1][1][key], key
+
+
+def test_grpo_alone_saves_its_rollouts_and_trains_on_them_again(sharp, tmp_path, monkeypatch):
+    def main(*flags):
+        monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", sharp, "--engine", "hf", "--categories", "base", "--train_tasks", "2", "--prompts", "2", "--n", "2",
+                                          "--mini_batch", "2", "--steps", "2", "--max_action", "8", "--max_response", "60", "--out", str(tmp_path / "out"), *flags])
+        grpo.main()
+        return [json.loads(x) for x in open(tmp_path / "out" / "metrics.jsonl")][1:]
+    played, there = main("--save_rollouts", str(tmp_path / "there")), tmp_path / "there"
+    assert sorted(os.listdir(there)) == ["000000.0.jsonl", "000001.0.jsonl"] and not (tmp_path / "out" / "rollouts").exists()
+    again = main("--load_rollouts", str(there))
+    assert [x["response_tokens"] for x in again] == [x["response_tokens"] for x in played] and not (tmp_path / "out" / "rollouts").exists()
+    main("--save_rollouts", "none")
+    assert not (tmp_path / "out" / "rollouts").exists()
+    main()
+    assert len(os.listdir(tmp_path / "out" / "rollouts")) == 2
+    for flags, word in (((), "another --out"), (("--save_rollouts", str(there)), "another --save_rollouts"), (("--save_rollouts", "true"), "is a folder, or none")):
+        with pytest.raises(SystemExit, match=word):
+            main(*flags)
 
 
 def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sharp, tokenizer):
@@ -2293,7 +2304,9 @@ BAD_FLAGS = [
     ("--reward dense", "official, strict or per_turn"), ("--categories base,bad", "category 'bad'"), ("--eval_categories hard", "category 'hard'"),
     ("--learning_rate 1", "--learning_rate"), ("--lr fast", "--lr"), ("--fault typo", "--fault is one of"), ("--prompts 99999", "training tasks"),
     ("--model /nowhere/at/all", "/nowhere/at/all"), ("--sft_data /nowhere.jsonl", "nowhere.jsonl"), ("--model x.gguf", "no such file"),
-    ("--engine trt", "vllm, hf or auto")]
+    ("--engine trt", "vllm, hf or auto"), ("--n 1", "--n 1 learns nothing"), ("--sft_lr -1", "--sft_lr must"), ("--ets_lr nan", "--ets_lr must"),
+    ("--rl_warmup -1", "--rl_warmup must"), ("--eval_limit -1", "--eval_limit must"), ("--eval_samples -1", "--eval_samples must"), ("--sft_start -3", "--sft_start must"),
+    ("--signal prs --save_rollouts none", "--save_rollouts none"), ("--save_every 0", "--save_every must"), ("--failed_window 0", "--failed_window must"), ("--sft_stop_accuracy 95", "at most 1"), ("--rounds 5,\u00b2", "--rounds is a list")]
 
 
 @pytest.mark.parametrize("flags,word", BAD_FLAGS)
@@ -2312,9 +2325,23 @@ def test_bad_flags_end_in_one_line_before_any_work(monkeypatch, tiny, tmp_path, 
     assert message.startswith("error: ") and word in message and "\n" not in message      # SystemExit(text): exit code 1, text on stderr
 
 
+def test_groups_of_one_are_for_runs_without_rl(monkeypatch):
+    assert config_of(monkeypatch, "--model", "x", "--signal", "sft", "--schedule", "sft_only", "--n", "1").n == 1
+
+
+def test_a_word_is_no_hub_id(monkeypatch, tmp_path):
+    def hub(*args, **kwargs):
+        raise AssertionError("the hub was asked")
+    monkeypatch.setattr(ro.AutoConfig, "from_pretrained", hub)
+    with pytest.raises(ValueError, match="no model at 'nonexistent'.*hub id") as caught:
+        ro.find_model("nonexistent")
+    assert "asked" not in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("module", [ro, grpo, sft])
 def test_other_scripts_refuse_bad_flags_in_one_line(monkeypatch, tiny, tmp_path, module):
-    for flags, word in ((f"--model {tiny} --modle x", "--modle"), ("--model /nowhere/at/all", "/nowhere/at/all"), (f"--model {tiny} --categories bad", "category 'bad'")):
+    for flags, word in ((f"--model {tiny} --modle x", "--modle"), ("--model /nowhere/at/all", "/nowhere/at/all"), (f"--model {tiny} --categories bad", "category 'bad'"),
+                        (f"--model {tiny} {'--kv_gib' if module is ro else '--lr'} -1", "must be")):
         monkeypatch.setattr(sys, "argv", ["x.py", *flags.split(), "--out", str(tmp_path / "out")])
         with pytest.raises(SystemExit) as caught:
             module.main()
@@ -2325,6 +2352,19 @@ def test_a_command_that_fails_says_one_line_and_has_an_exit_code(tmp_path):
     done = subprocess.run([sys.executable, "interleave.py", "--model", str(tmp_path), "--out", str(tmp_path / "run")], cwd=HERE, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith("error: no model at") and done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_ctrl_c_while_python_still_loads_is_one_line(tmp_path):
+    for env, wait in ((os.environ, 0.3), (os.environ, 1.5), ({k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}, 1.0)):
+        process = subprocess.Popen([sys.executable, "interleave.py", "--model", "/nowhere"], cwd=HERE, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not os.path.exists(f"/proc/{process.pid}/status") or not any(     # until the handler is there: before, it is Python itself that loads
+                line.startswith("SigCgt") and int(line.split()[1], 16) & 2 for line in open(f"/proc/{process.pid}/status")):
+            time.sleep(0.01)
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+        assert (process.returncode, out, err) == (1, "", "\ninterrupted before the first step\n")
 
 
 def test_help_explains_every_flag(monkeypatch, capsys):
@@ -2529,6 +2569,38 @@ def test_a_damaged_checkpoint_is_passed_over(tiny, tmp_path, capsys, name, damag
     assert interleave.find_checkpoint(str(tmp_path)) == (None, None)
 
 
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "list"])
+def test_damaged_reference_and_healthy_weights_are_noticed(tiny, tokenizer, tmp_path, monkeypatch, capsys, damage):
+    def harm(folder):
+        file = folder / ("checksums.json" if damage == "list" else "model.safetensors")
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.unlink()
+        damage == "gone" or file.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    config = config_of(monkeypatch, "--model", tiny, "--out", str(tmp_path / "run"), *SMALL_RUN)
+    run = interleave.prepare(config)
+    interleave.begin_phase(run, interleave.Phase("rl 1", "rl", 3))
+    run.learner.skipped = 2
+    interleave.save_checkpoint(run)
+    run.lock.close()
+    again = interleave.prepare(config)
+    assert again.learner.reference is not None and again.learner.skipped == 2      # the third gradient in a row that is not finite still stops the run
+    again.lock.close()
+    harm(tmp_path / "run" / "reference-0")
+    with pytest.raises(ValueError, match="reference-0 is damaged .*--fresh") as caught:
+        interleave.prepare(config)
+    assert "\n" not in str(caught.value)
+    run.config.schedule, run.engine = "adaptive", HFEngine(tiny, chat_glue(tokenizer).stop)
+    for step in (1, 2):
+        run.state["step"] = step
+        interleave.remember_healthy(run)
+    harm(tmp_path / "run" / "healthy-000002")
+    run.state["step"] = 9
+    interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 3), "unhealthy")
+    shown = capsys.readouterr()
+    assert "healthy-000002 is damaged" in shown.out + shown.err and json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["to"] == 1
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_intact(tiny, tmp_path, monkeypatch):
     run = checkpointed(tiny, tmp_path, n=2)
     def full(*args, **kwargs):
@@ -2540,26 +2612,109 @@ def test_a_full_disk_leaves_the_last_checkpoint_intact(tiny, tmp_path, monkeypat
     assert path == str(tmp_path / "ckpt-000002") and state["step"] == 2
 
 
+def claimed(config):
+    with interleave.claim_out(config):
+        return interleave.prepare_out(config)
+
+
 def test_other_flags_are_refused_by_name_and_fresh_starts_over(tmp_path):
-    config = interleave.Config(model="m", out=str(tmp_path / "run"))
-    assert interleave.prepare_out(config) == (None, None)
-    (tmp_path / "run" / "rollouts").mkdir()
-    assert interleave.prepare_out(config) == (None, None)       # again, the same: goes on
+    config, run = interleave.Config(model="m", out=str(tmp_path / "run")), tmp_path / "run"
+    assert claimed(config) == (None, None)
+    (run / "rollouts").mkdir()
+    assert claimed(config) == (None, None)       # again, the same: goes on
     for change in (dict(lr=2e-6), dict(seed=1), dict(rounds="1,2"), dict(model="other"), dict(n=4), dict(failed="any")):
         (name, value), = change.items()
         with pytest.raises(ValueError, match=f"--{name} .*{value}") as caught:
-            interleave.prepare_out(dataclasses.replace(config, **change))
+            claimed(dataclasses.replace(config, **change))
         assert "\n" not in str(caught.value) and "--fresh" in str(caught.value)
-    interleave.prepare_out(dataclasses.replace(config, save_every=1))        # harmless
-    assert (tmp_path / "run" / "rollouts").exists()
-    interleave.prepare_out(dataclasses.replace(config, lr=2e-6, fresh=True))
-    assert not (tmp_path / "run" / "rollouts").exists() and json.load(open(tmp_path / "run" / "config.json"))["lr"] == 2e-6
+    claimed(dataclasses.replace(config, save_every=1))        # harmless
+    assert (run / "rollouts").exists()
+    for mine in ("notes.txt", "model.bak", "ckpt-000001-keep", "figure.png", "lock"):      # not of a run, but for the lock, which is held
+        (run / mine).write_text("x")
+    for written in ("ckpt-000001", "ckpt-000002.damaged", "ckpt-000003.tmp", "reference-1", "healthy-000010", "best", "model", "eval", "teacher"):
+        (run / written).mkdir()
+        (run / written / "x").write_text("x")
+    for written in ("metrics.jsonl", "overview.png", "report.html"):
+        (run / written).write_text("x")
+    claimed(dataclasses.replace(config, lr=2e-6, fresh=True))
+    assert sorted(os.listdir(run)) == ["ckpt-000001-keep", "config.json", "figure.png", "lock", "model.bak", "notes.txt"]
+    assert json.load(open(run / "config.json"))["lr"] == 2e-6
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     for fresh in (False, True):     # somebody else's folder is not deleted
         with pytest.raises(ValueError, match="not a run"):
-            interleave.prepare_out(dataclasses.replace(config, out=str(tmp_path / "mine"), fresh=fresh))
-    assert (tmp_path / "mine" / "thesis.tex").exists()
+            claimed(dataclasses.replace(config, out=str(tmp_path / "mine"), fresh=fresh))
+        with pytest.raises(ValueError, match="thesis.tex is a file"):
+            claimed(dataclasses.replace(config, out=str(tmp_path / "mine" / "thesis.tex"), fresh=fresh))
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+    with pytest.raises(ValueError, match="would delete the model"):
+        claimed(dataclasses.replace(config, model=str(run / "model"), fresh=True))
+
+
+def test_saved_rollouts_of_another_run_are_neither_mixed_nor_deleted_and_failures_reads_the_folder(tiny, tokenizer, tmp_path):
+    there = tmp_path / "there"
+    run = make_run(tiny, tmp_path / "a", Scripted(tokenizer, [["No.", "No."]] * 8), save_rollouts=str(there), save_every=1)
+    interleave.begin_phase(run, interleave.Phase("rl 1", "rl", 1))
+    interleave.run_rl(run, interleave.Phase("rl 1", "rl", 1))
+    assert os.listdir(there) == ["000000.0.jsonl"] and not (tmp_path / "a" / "rollouts").exists()
+    assert {task.id for task, _ in interleave.failures(run)} == {t.id for t in SMALL[:2]}
+    config = interleave.Config(model="m", out=str(tmp_path / "b"), save_rollouts=str(there))
+    with pytest.raises(ValueError, match="holds trajectories already"):
+        claimed(config)
+    assert claimed(dataclasses.replace(config, save_rollouts=str(tmp_path / "new"))) == (None, None)
+    for changed in (str(there), "", "none"):    # failures() would not find what was saved before
+        with pytest.raises(ValueError, match="was started with --save_rollouts"):
+            claimed(dataclasses.replace(config, save_rollouts=changed))
+    with pytest.raises(ValueError, match="holds trajectories already"):
+        claimed(dataclasses.replace(config, fresh=True))
+    assert os.listdir(there) == ["000000.0.jsonl"]
+
+
+def test_two_processes_do_not_share_a_run_and_a_killed_one_leaves_no_lock(tmp_path):
+    config = interleave.Config(model="m", out=str(tmp_path / "run"))
+    other = subprocess.Popen([sys.executable, "-c", "import sys, interleave\nlock = interleave.claim_out(interleave.Config(model='m', out=sys.argv[1]))\n"
+                              "print('locked', flush=True)\nsys.stdin.read()", config.out], cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "locked\n"
+    for fresh in (False, True):
+        with pytest.raises(ValueError, match="another process is running in"):
+            claimed(dataclasses.replace(config, fresh=fresh))
+    other.kill()
+    other.communicate()
+    assert claimed(config) == (None, None)
+
+
+def test_a_run_holds_its_lock_and_fresh_deletes_nothing_before_the_model_is_loaded(tiny, tmp_path, monkeypatch):
+    config = config_of(monkeypatch, "--model", tiny, "--out", str(tmp_path / "run"), *SMALL_RUN)
+    run = interleave.prepare(config)
+    with pytest.raises(ValueError, match="another process"):
+        claimed(config)
+    run.lock.close()
+    run.log.close()
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    for change in (dict(model=str(broken)), dict(model="/nowhere/at/all"), dict(categories="bad"), dict(prompts=99999)):
+        with pytest.raises(ValueError):
+            interleave.prepare(dataclasses.replace(config, fresh=True, **change))
+        assert before and (tmp_path / "run" / "metrics.jsonl").read_bytes() == before, change
+
+
+def test_a_run_whose_engine_fails_twice_stops_with_one_line_and_the_traceback_and_can_go_on(tiny, tokenizer, tmp_path, monkeypatch, capsys):
+    for what, word in ((RuntimeError("the engine is dead\nand more"), "RuntimeError: the engine is dead: the same"), (torch.OutOfMemoryError("CUDA out of memory"), "lower --tokens_per_row (now 32768)")):
+        engine = Scripted(tokenizer, [["No.", "No."]] * 8)
+        out = str(tmp_path / type(what).__name__)
+        run = make_run(tiny, out, engine, signal="none", schedule="rl", rounds="2", save_every=1)
+        engine.step = fails(engine.step, range(4, 99), what)      # in the second step, and when it is played again
+        monkeypatch.setattr(interleave, "read_config", lambda: run.config)
+        monkeypatch.setattr(interleave, "prepare", lambda config: run)
+        monkeypatch.setattr(interleave, "evaluate_now", lambda run, name: None)
+        with pytest.raises(SystemExit) as caught:
+            interleave.main()
+        line = str(caught.value).strip()
+        assert line.startswith("error: ") and word in line and line.endswith("the same command continues from " + interleave.checkpoints(out)[-1]) and "\n" not in line
+        shown = capsys.readouterr()
+        assert shown.err.count("Traceback") + shown.out.count("Traceback") == 2 and run.state["step"] == run.state["step_in_phase"] == 1
 
 
 # --- a whole run, killed and continued
@@ -2725,6 +2880,24 @@ def test_vllm_follows_pushed_weights_and_drops_its_prefix_cache(vllm_engine, pad
         if model is new:
             with pytest.raises(AssertionError):     # the control
                 assert_agrees(old, requests, done, 1.0, tolerance=0.01)
+
+
+@cpu_vllm
+def test_vllm_forgets_the_requests_of_a_step_that_failed(vllm_engine, padded, monkeypatch):
+    requests, model = prompts_for(6), AutoModelForCausalLM.from_pretrained(padded)
+    expected = run_engine(settings_of(vllm_engine, seed=3), requests)
+    vllm_engine.load_weights(model.named_parameters())
+    for i, ids in requests.items():
+        vllm_engine.add(i, ids, 12)
+    assert not [vllm_engine.step() for _ in range(3)][2]
+    executor = vllm_engine.core.engine_core.engine_core.model_executor
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="dead"):
+        patch.setattr(executor, "execute_model", fails(executor.execute_model, (1,)))
+        vllm_engine.step()
+    ro.drop_requests(vllm_engine)
+    assert not vllm_engine.step()
+    vllm_engine.load_weights(model.named_parameters())
+    assert run_engine(settings_of(vllm_engine, seed=3), requests) == expected
 
 
 @cpu_vllm
@@ -3377,7 +3550,7 @@ def test_chaos_a_killed_run_ends_as_an_undisturbed_one(chaos_model, tmp_path):
 
 
 def test_chaos_hostile_messages():
-    shown = chaos("fuzz", "--messages", "500")
+    shown = chaos("fuzz", "--messages", "2000")
     assert "other_tasks_unchanged      800" in shown, shown
 
 
@@ -3423,14 +3596,14 @@ def test_chaos_a_run_that_cannot_be_continued_says_so(tiny, tmp_path):
     config = interleave.Config(model=tiny, out=str(tmp_path / "run"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json.tmp").write_text("{")        # killed in its first write
-    assert interleave.prepare_out(config) == (None, None)
+    assert claimed(config) == (None, None)
     run = make_run(tiny, tmp_path / "run")
     grpo.set_optimizer(run.learner, 1e-3)
     interleave.save_checkpoint(run)
     (tmp_path / "run" / "ckpt-000001" / "model.safetensors").write_bytes(b"")
     for _ in range(2):      # the only one is damaged: what it leaves is not overwritten, the second time neither
         with pytest.raises(ValueError, match="--fresh") as caught:
-            interleave.prepare_out(config)
+            claimed(config)
         assert "\n" not in str(caught.value)
 
 

@@ -15,6 +15,7 @@
 """
 import argparse
 import collections
+import contextlib
 import gc
 import json
 import os
@@ -33,6 +34,9 @@ from importlib.metadata import version
 os.environ.update(GOMP_SPINCOUNT="0", OMP_NUM_THREADS="1", PYTHONHASHSEED="0", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import psutil
+import env_bfcl
+import reward
 
 BOUND = 5.0     # seconds of CPU time that one step, score or structure may take
 RUN = ("--preset tiny/ets --engine hf --categories miss_param --train_tasks 2 --prompts 2 --mini_batch 1 --n 4 --rounds 6,5 --sft_start 24 "
@@ -58,20 +62,17 @@ class Life:
 
     def saving(self):
         """Checkpoints that this process is writing; one that it has found half-written is older than it."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return [e.name for e in os.scandir(self.out) if re.fullmatch(r"ckpt-\d+\.tmp", e.name) and e.stat().st_ctime > self.started]
-        except FileNotFoundError:
-            return []
+        return []
 
     def wait_for(self, moment, times, limit=600):
         """Until the moment has come `times` times, or for `limit` seconds; False if the process ends before."""
         seen = set()
         while self.process.poll() is None:
-            if moment == "checkpoint":
-                seen.update(self.saving())
-            else:   # a bar shows itself at 0 when its work begins
-                seen = re.findall(rf"{moment}[a-z ]*: +0(?:%|it)", self.shown())
-            if len(seen) >= times or time.time() - self.started > limit:
+            seen.update(self.saving() if moment == "checkpoint" else ())
+            shown = re.findall(rf"{moment}[a-z ]*: +0(?:%|it)", self.shown())       # a bar shows itself at 0 when its work begins
+            if max(len(seen), len(shown)) >= times or time.time() - self.started > limit:
                 return True
             time.sleep(0.002)
         return False
@@ -84,43 +85,42 @@ class Life:
         bars = re.findall(rf"({'|'.join(BARS)})[a-z ]*:", self.shown())
         return "checkpoint" if self.saving() else BARS[bars[-1]] if bars else "start-up"
 
-    def last_line(self, word):
-        """The last line of a program that has ended by itself: it says `word`, the exit code is 1, there is no traceback."""
+    def ended(self, word=""):
+        """The last line of a program that has ended by itself. With `word`: it says that, the exit code is 1, there is no traceback."""
         code, shown = self.process.wait(), self.shown()
         line = [x for x in re.split(r"[\r\n]+", shown) if x.strip()][-1]
-        assert code == 1 and word in line and "Traceback" not in shown and "Exception ignored" not in shown, f"exit code {code}\n{shown[-3000:]}"
+        assert code == bool(word) and word in line and "Traceback" not in shown and "Exception ignored" not in shown, f"{self.out}: exit code {code}\n{shown[-3000:]}"
         return line.replace(os.path.dirname(self.out), "...")
-
-    def finish(self):
-        assert self.process.wait() == 0, f"{self.out}: exit code {self.process.returncode}\n{self.shown()[-3000:]}"
-        return self
 
 
 def same_end(a, b):
     """Compare two finished runs: counts of what was compared, AssertionError at the first difference."""
-    def metrics(out):
-        return [{k: v for k, v in json.loads(x).items() if not k.startswith("time/") and k != "out"} for x in open(f"{out}/metrics.jsonl")]
-
-    def episodes(path):     # without logp: a continued evaluation has other batches, and so another seventh digit
-        return sorted((r["task_id"], r["sample"], r["ids"], str(r["calls"])) for r in map(json.loads, open(path)))
-    x, y = metrics(a), metrics(b)
-    for k, (one, other) in enumerate(zip(x, y)):
+    read = lambda out, name: open(f"{out}/{name}", "rb").read()
+    x, y = ([{k: v for k, v in json.loads(line).items() if not k.startswith("time/") and k != "out"} for line in open(f"{out}/metrics.jsonl")] for out in (a, b))
+    for k, (one, other) in enumerate(zip(x, y, strict=True)):
         assert one == other, f"line {k + 1} of metrics.jsonl: { {n: (one.get(n), other.get(n)) for n in one | other if one.get(n) != other.get(n)} }"
-    assert len(x) == len(y), f"{len(x)} and {len(y)} lines in metrics.jsonl"
     files = [f"{d}/model.safetensors" for d in ("model", "best") if os.path.exists(f"{a}/{d}")] + [f"rollouts/{f}" for f in sorted(os.listdir(f"{a}/rollouts"))]
-    for name in [*files, max(n for n in os.listdir(a) if n.startswith("ckpt-")) + "/optimizer.safetensors"]:
-        assert open(f"{a}/{name}", "rb").read() == open(f"{b}/{name}", "rb").read(), f"{name} differs"
-    for name in sorted(os.listdir(f"{a}/eval")):
-        assert episodes(f"{a}/eval/{name}") == episodes(f"{b}/eval/{name}"), f"eval/{name} differs"
-    return {"metrics_lines": len(x), "files_equal": len(files) + 1, "updates": sum(line.get("updates", 0) for line in x)}
+    files.append(max(n for n in os.listdir(a) if n.startswith("ckpt-")) + "/optimizer.safetensors")
+    for name in files:
+        assert read(a, name) == read(b, name), f"{name} differs"
+    for name in sorted(os.listdir(f"{a}/eval")):    # without logp: a continued evaluation has other batches, and so another seventh digit
+        one, other = (sorted((r["task_id"], r["sample"], r["ids"], str(r["calls"])) for r in map(json.loads, open(f"{out}/eval/{name}"))) for out in (a, b))
+        assert one == other, f"eval/{name} differs"
+    return {"metrics_lines": len(x), "files_equal": len(files), "updates": sum(line.get("updates", 0) for line in x)}
+
+
+def quiet_run(args, name="quiet"):
+    life = Life(args, f"{args.out}/{name}")
+    life.ended()
+    return life.out
 
 
 def kill(args):
     rng, killed, ctrl_c, runs, start = random.Random(args.seed), collections.Counter(), collections.Counter(), [], time.time()
-    quiet = Life(args, f"{args.out}/quiet").finish().out
+    quiet = quiet_run(args)
     seconds = time.time() - start
     if not args.short:
-        same_end(quiet, Life(args, f"{args.out}/again").finish().out)
+        same_end(quiet, quiet_run(args, "again"))
     while killed.total() < args.kills:
         out, lives, code = f"{args.out}/killed{len(runs)}", 0, None
         while code != 0:
@@ -128,10 +128,10 @@ def kill(args):
             moment, times, limit = rng.choice(["checkpoint", "checkpoint", "evaluate", "rollout", "update"]), rng.randint(1, 4), rng.uniform(0.3, 1.5) * seconds
             if killed.total() < args.kills and life.wait_for(moment, times, limit):
                 time.sleep(rng.uniform(0, 0.02 if moment == "checkpoint" else 0.5))
-                gentle = rng.random() < 0.3 and re.search("evaluate|rollout", life.shown())     # before, Python itself is being loaded
+                gentle = rng.random() < 0.3 and re.search("evaluate|rollout", life.shown())     # before, the line is another one
                 if at := life.stop(signal.SIGINT if gentle else signal.SIGKILL):
                     (ctrl_c if gentle else killed)[at] += 1
-                    gentle and life.last_line("interrupted: the same command continues from")
+                    gentle and life.ended("interrupted: the same command continues from")
                     print(f"run {len(runs)}, life {lives}: {'Ctrl-C' if gentle else 'SIGKILL'} in {at}", flush=True)
             code = life.process.wait()
             assert code in (0, 1, -signal.SIGKILL), life.shown()[-3000:]
@@ -142,7 +142,7 @@ def kill(args):
 
 def disk(args):
     """`left`: how many bytes are still free, or a file may hold, from then on."""
-    quiet, stops = None if args.short else Life(args, f"{args.out}/quiet").finish().out, []
+    quiet, stops = None if args.short else quiet_run(args), []
     for left in (0,) if args.short else (0, 100_000, 700_000, 1_200_000):
         place = f"{args.out}/disk{left}"
         os.makedirs(place)
@@ -156,16 +156,14 @@ def disk(args):
             else:
                 left = min(200_000 + left, 900_000)     # the log must fit below, Adam's moments must not
                 resource.prlimit(life.process.pid, resource.RLIMIT_FSIZE, (left, left))
-            stops.append({"left": left, "how": "tmpfs" if mounted else "RLIMIT_FSIZE", "line": life.last_line("error: cannot write to")})
+            stops.append({"left": left, "how": "tmpfs" if mounted else "RLIMIT_FSIZE", "line": life.ended("error: cannot write to")})
             print(stops[-1]["line"], flush=True)
-            if mounted:
-                os.remove(f"{place}/ballast")
+            mounted and os.remove(f"{place}/ballast")
             life = Life(args, life.out)
             if args.short:
                 assert life.wait_for("rollout", 1) and life.stop(signal.SIGINT)
-                life.last_line("interrupted: the same command continues from")
-            else:
-                stops[-1] |= same_end(quiet, life.finish().out)
+            life.ended("interrupted: the same command continues from" if args.short else "")
+            stops[-1] |= same_end(quiet, life.out) if quiet else {}
             assert "continuing" in life.shown() and "damaged" not in life.shown(), life.shown()[-3000:]
         finally:
             life.process.kill()
@@ -207,9 +205,6 @@ def hostile(rng, names, signatures, render):
 
 
 def fuzz(args):
-    import psutil
-    import env_bfcl
-    import reward
     rng, tasks, seen, slowest, heard, listening = random.Random(args.seed), env_bfcl.load_tasks("all", env_bfcl.CATEGORIES), collections.Counter(), {}, [], []
     sys.addaudithook(lambda event, _: heard.append(event) if listening and event.split(".")[0] in (
         "open", "exec", "compile", "import", "os", "subprocess", "socket", "shutil", "pickle", "ctypes", "marshal") else None)
@@ -229,8 +224,9 @@ def fuzz(args):
         return result
 
     def say(env, text, reason="stop"):
-        for message in timed("step", env.step, text, reason) or []:
-            assert message["role"] == "user" and message["content"].encode("utf-8") is not None
+        messages = timed("step", env.step, text, reason)
+        assert (messages is None) == (env.finish is not None)
+        assert all(m["role"] == "user" and m["content"].encode("utf-8") is not None for m in messages or [])
         assert timed("structure", reward.structure, text, reason) in ("call", "response", "polluted", "collapsed")
         seen["messages"] += 1
 
@@ -254,11 +250,12 @@ def fuzz(args):
         env, bystander = env_bfcl.BFCLEnv(task, rng.choice(["none", "short", "error"])), env_bfcl.BFCLEnv(task)
         quiet, names = reward._public(bystander.simulators), sorted(task.names)
         while env.finish is None:
-            say(env, hostile(rng, names, signatures, render), "length" if rng.random() < 0.01 else "stop")
+            say(env, hostile(rng, names, signatures, render), "length" if rng.random() < 0.02 else "stop")
         result = timed("score", reward.score, task, env.calls_per_turn)
-        assert result.error in (None, "turns") and len(result.per_turn) == len(task.turns), result
+        assert result.error in (None, "turns") and len(result.per_turn) == len(task.turns) and result.official >= result.strict, result
         timed("first_difference", reward.first_difference, task, env.calls_per_turn)
         assert not reward._changed(quiet, bystander.simulators), f"{task.id}: another environment of the task has changed"
+        assert sum(c.name not in task.names for calls in env.calls_per_turn for c in calls) == env.feedback_count.get("unknown", 0)
         seen.update({"episodes": 1, f"finish {env.finish}": 1, "calls": sum(map(len, env.calls_per_turn)), **env.feedback_count})
         if seen["messages"] > methods_said + len(memory) * (args.messages - methods_said) / 5:
             gc.collect()
@@ -266,6 +263,7 @@ def fuzz(args):
     env_bfcl.execute = checked.__defaults__[0]
     assert world() == before, "other tasks are no longer what they were"
     assert memory[-1] - memory[len(memory) // 3] < 64, f"memory grows: {memory} MiB"
+    assert min(seen[kind] for kind in ("finish done", "finish length", "malformed", "unclosed", "unknown")) > 10, seen
     return {**seen, "slowest_cpu_seconds": slowest, "bound_cpu_seconds": BOUND, "rss_mib": memory, "other_tasks_unchanged": len(tasks)}
 
 
@@ -279,17 +277,16 @@ def main():
     parser.add_argument("--out", help="folder of the runs; default: a temporary one, deleted at the end")
     parser.add_argument("--short", action="store_true", help="a smaller run for the tests; writes no result file")
     args = parser.parse_args()
-    what = {"kill": kill, "fuzz": fuzz, "disk": disk}[args.what]
-    counts = {"kill": ["--kills", str(args.kills)], "fuzz": ["--messages", str(args.messages)], "disk": []}[args.what]
     with tempfile.TemporaryDirectory() as temporary:
         args.out, start = os.path.abspath(args.out or temporary), time.time()
         os.makedirs(args.out, exist_ok=True)
         if args.what != "fuzz" and not args.model:
             args.model = f"{args.out}/tiny_model"
             subprocess.run([sys.executable, "tools/tiny_model.py", args.model, "--hidden", "64", "--layers", "1", "--vocab", "1024"], cwd=ROOT, check=True)
-        result = {"command": " ".join(["python tools/chaos.py", args.what, *counts, "--seed", str(args.seed)]),
+        count = {"kill": f" --kills {args.kills}", "fuzz": f" --messages {args.messages}", "disk": ""}[args.what]
+        result = {"command": f"python tools/chaos.py {args.what}{count} --seed {args.seed}",
                   "machine": f"{os.cpu_count()} CPU cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}, torch {version('torch')}",
-                  **what(args), "minutes": round((time.time() - start) / 60, 1)}
+                  **{"kill": kill, "fuzz": fuzz, "disk": disk}[args.what](args), "minutes": round((time.time() - start) / 60, 1)}
     if not args.short:
         json.dump(result, open(f"{ROOT}/results/chaos_{args.what}.json", "w"), indent=1)
     print("\n".join(f"{k:26} {v}" for k, v in result.items()))
