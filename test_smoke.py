@@ -1957,8 +1957,9 @@ def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, 
 
 def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sharp, tokenizer):
     """What the collapse alarm watches, by plain forwards."""
-    action = tokenizer(MKDIR + "<|im_end|>").input_ids
-    trajectories, _ = play_scripted(tokenizer, [[action, "Done.", tokenizer(LS + "<|im_end|>").input_ids, "Done."], ["No.", "No."]])
+    ids = lambda text: tokenizer(text).input_ids
+    broken = MKDIR.replace("\n</tool_call>", "<|im_end|>")       # ends where it should close: the slot is there all the same
+    trajectories, _ = play_scripted(tokenizer, [[ids(MKDIR + "<|im_end|>"), "Done.", ids(LS + "\n" + LS + "<|im_end|>"), "Done."], [ids(broken), "No."]])
     watch = grpo.watch_ids(tokenizer)
     assert tokenizer.decode([watch["<tool_call>"], watch["</tool_call>"], watch["<|im_end|>"]]) == "<tool_call></tool_call><|im_end|>"
     learner = recording(sharp)
@@ -1970,9 +1971,12 @@ def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sha
             if m:
                 where["first"] += [(i, p)] * (not t.mask[p - 1])
                 where["after_open"] += [(i, p)] * (t.ids[p - 2] == watch["<tool_call>"] and t.mask[p - 2] == 1)
-                where["close"] += [(i, p)] * (t.ids[p] == watch["</tool_call>"])
-                where["end"] += [(i, p)] * (t.ids[p] == watch["<|im_end|>"])
-    assert {k: len(v) for k, v in where.items()} == {"first": 6, "after_open": 2, "close": 2, "end": 6}
+                start = max(k for k in range(p) if not t.mask[k]) + 1
+                said = tokenizer.decode(t.ids[start:p])
+                where["close"] += [(i, p)] * (said.endswith(("}}", "}}\n")) and not tokenizer.decode([t.ids[p]]).isspace())
+                where["end"] += [(i, p)] * (t.ids[p] == watch["<|im_end|>"] and "<tool_call>" not in said)
+    assert {k: len(v) for k, v in where.items()} == {"first": 6, "after_open": 4, "close": 4, "end": 3}
+    assert watch["<|im_end|>"] in [trajectories[i].ids[p] for i, p in where["close"]]
     with torch.no_grad():
         for slot, places in where.items():
             p = torch.stack([model(torch.tensor([trajectories[i].ids[:p]])).logits[0, -1].softmax(-1) for i, p in places]).mean(0)
