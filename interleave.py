@@ -184,6 +184,8 @@ ALARMS = {      # metric -> (the healthy window it is compared with, the smalles
     "control/first/<|im_end|>": ("start", 0.01),        # probability of ending a message before it has begun
     "control/after_open/<|im_end|>": ("start", 0.01),   # ... of ending it inside a call
     "finish/length": ("start", 0.02),
+    "structure/malformed": ("start", 0.02),
+    "structure/repeated": ("start", 0.02),              # messages that say what the one before said
     "kl": ("recent", 0.02),                             # grows in a healthy run too: only a jump counts
     "entropy": ("recent", 0.05),
 }
@@ -210,13 +212,15 @@ def alarm(history):
 
 
 def on_alarm(run, phase, why):
-    """Write the event. With --schedule adaptive: back to the last healthy weights, an SFT phase, then the rest of the round."""
+    """Write the event. With --schedule adaptive: back to the last healthy weights, an SFT phase, then the rest of the round; with
+    --stop_on_collapse the plan ends here: what is left is the evaluation of the collapsed weights and the report."""
     state = run.state
     run.write(kind="event", event="alarm", phase=state["phase"], step=state["step"], why=why)
     tqdm.write(f"ALARM at step {state['step']}: {why}")
     if run.config.stop_on_collapse:
-        raise SystemExit(f"stopped on collapse at step {state['step']}: {why}")
-    if run.config.schedule != "adaptive":
+        state["plan"][state["phase"]:] = [[phase.name, "rl", state["step_in_phase"]]]
+        run.write(kind="event", event="stopped", phase=state["phase"], step=state["step"], why=why)
+    if run.config.stop_on_collapse or run.config.schedule != "adaptive":
         return
     # The newest healthy weights may already hold the steps that led to the alarm.
     back = [h for h in state["healthy"] if h[0] <= state["step"] - 2] or state["healthy"][:1]
@@ -353,9 +357,13 @@ class Run:
         if self.main:
             self.log.write(json.dumps(line) + "\n")
             self.log.flush()
-            if self.config.report_to and line["kind"] in ("grpo", "sft"):
-                numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "phase")}
-                self.learner.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["step"])
+        if line["kind"] == "config":
+            return
+        # A tracker's step is the line: SFT steps and evaluations between two GRPO steps must not share one, wandb would drop all but the last.
+        self.state["ticks"] = self.state.get("ticks", 0) + 1
+        if self.config.report_to:
+            line |= {f"{line['split']}/{name}": rate for name, (_, _, rate, _, _) in line.get("table", {}).items()} | {line.get("event"): 1}
+            self.learner.accelerator.log({f"{line['kind']}/{k}": v for k, v in line.items() if k and isinstance(v, (int, float))}, step=self.state["ticks"])
 
 
 def evaluate_now(run, name):
@@ -424,7 +432,7 @@ def run_rl(run, phase):
         if why := alarm(state["history"]):
             on_alarm(run, phase, why)
             state["history"].clear()
-            if config.schedule == "adaptive":
+            if config.stop_on_collapse or config.schedule == "adaptive":
                 break
         elif config.schedule == "adaptive" and state["step_in_phase"] % config.save_every == 0:
             remember_healthy(run)
@@ -706,6 +714,7 @@ def main():
         with contextlib.suppress(OSError):
             run.main and run.log.close()     # what is left in its buffer would raise once more at the exit
         sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
+    run.learner.accelerator.end_training()      # trackers write what they hold
     run.engine.close()
 
 

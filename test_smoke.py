@@ -1922,7 +1922,10 @@ def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny,
     assert metrics["reward"] == 0.25 and metrics["success/official"] == 0.25 and metrics["finish/done"] == 1
     assert (metrics["groups_kept"], metrics["groups_flat"], metrics["updates"]) == (1, 1, 1)
     assert metrics["structure/call"] == pytest.approx(10 / 26) and metrics["structure/response"] == pytest.approx(16 / 26) and metrics["lr"] == 5e-4
-    assert metrics["structure_by_turn"] == [[0.2, 0.8, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]] and metrics["structure/repeated"] == 0
+    assert metrics["structure_by_turn"] == [[0.2, 0.8, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]] and metrics["structure/repeated"] == metrics["structure/malformed"] == 0
+    said = Trajectory("x", texts=[LS, "<tool_call>{</tool_call>" + LS, "<tool_call>\n{", "Done.", "Done."], turns=[0, 0, 0, 0, 1], finish="done", reward=reward.Reward())
+    shares = grpo.rollout_metrics(learner, [said], config)
+    assert shares["structure/malformed"] == 0.4 and shares["structure/repeated"] == 0.2 and shares["structure_by_turn"] == [[0.25, 0.25, 0.5, 0], [0, 1, 0, 0]]
     assert metrics["checklist"]["KL to the reference"] == {"value": 0.0, "pass": True}
     assert not metrics["checklist"]["mean |engine - trainer|"]["pass"]      # scripted log-probabilities are nobody's
     before, after = AutoModelForCausalLM.from_pretrained(tiny), learner.model
@@ -2441,7 +2444,7 @@ def history_of(n, **series):
     """n steps of a healthy run; `series` are functions of the step in place of a metric."""
     rng = random.Random(0)
     base = {"unhealthy": lambda k: 0.05 + 0.02 * rng.random(), "control/first/<|im_end|>": lambda k: 1e-4, "control/after_open/<|im_end|>": lambda k: 1e-5,
-            "finish/length": lambda k: 0.01 * rng.random(), "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random()}
+            "finish/length": lambda k: 0.01 * rng.random(), "structure/malformed": lambda k: 0.04 + 0.02 * rng.random(), "structure/repeated": lambda k: 0.0, "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random()}
     return [{name: f(k) for name, f in (base | series).items()} for k in range(n)]
 
 
@@ -2449,7 +2452,7 @@ def test_the_alarm_fires_before_the_reward_is_gone_and_not_in_a_healthy_run():
     """Public reports: rllm-org/rllm#368, Search-R1#188: collapse at step 270-300 that nobody's log announced."""
     assert not any(interleave.alarm(history_of(n)) for n in range(0, 200, 7))
     collapse = lambda k: 1 / (1 + math.exp(-(k - 60) / 3))      # half of the messages at step 60; the reward is lost with them
-    for name in ("unhealthy", "control/first/<|im_end|>", "control/after_open/<|im_end|>", "finish/length"):
+    for name in ("unhealthy", "control/first/<|im_end|>", "control/after_open/<|im_end|>", "finish/length", "structure/malformed", "structure/repeated"):
         first = next(n for n in range(100) if interleave.alarm(history_of(n, **{name: collapse})))
         assert 40 < first <= 60 and interleave.alarm(history_of(first, **{name: collapse})).startswith(name)
     jump = lambda k: 1e-4 * k + (0.5 if k >= 50 else 0.0)
@@ -2473,11 +2476,38 @@ def test_an_alarm_goes_back_to_healthy_weights_and_sets_an_sft_phase_in(tiny, to
     assert [list(p) for p in run.state["plan"]] == [["rl 1", "rl", 15], ["ets 1", "ets", 0], ["rl 2", "rl", 25]]
     assert same_bits(healthy, {n: p.detach() for n, p in run.learner.model.named_parameters()})
     assert run.engine.checksum() == pytest.approx(ro.weight_sums(run.learner.model.parameters()))
-    run.config.stop_on_collapse = True
-    with pytest.raises(SystemExit, match="stopped on collapse at step 15"):
-        interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 40), "unhealthy")
     events = [json.loads(x)["event"] for x in open(tmp_path / "metrics.jsonl")]
-    assert events == ["alarm", "rollback", "alarm"]
+    assert events == ["alarm", "rollback"]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_stop_on_collapse_ends_the_plan_at_the_alarm_with_an_evaluation(tiny, tokenizer, tmp_path, monkeypatch, stop):
+    """A sweep gets a finished run: events, the evaluation of the collapsed weights, a checkpoint after which nothing is left to do."""
+    run = make_run(tiny, tmp_path, HFEngine(tiny, chat_glue(tokenizer).stop), signal="none", schedule="rl", rounds="3,2", kl_coef=0.0, stop_on_collapse=stop)
+    monkeypatch.setattr(interleave, "alarm", lambda history: "unhealthy 0.5 > 0.1" if len(history) == 2 else "")
+    monkeypatch.setattr(interleave.grpo, "grpo_step", lambda *args: (dict.fromkeys(("reward", "structure/polluted", "structure/collapsed"), 0.0), []))
+    monkeypatch.setattr(interleave.grpo, "step_line", lambda *args: "")
+    monkeypatch.setattr(interleave, "evaluate", lambda *args, **kwargs: [])
+    interleave.train(run)
+    lines = [json.loads(x) for x in open(tmp_path / "metrics.jsonl")]
+    assert [x["event"] for x in lines if x["kind"] == "event"] == ["phase", "alarm", "stopped"] if stop else ["phase", "alarm", "alarm"]
+    assert sum(x["kind"] == "grpo" for x in lines) == (2 if stop else 5) and [x["name"] for x in lines if x["kind"] == "eval"] == ["start"] * 2 + ["rl 1"] * 2
+    state = interleave.find_checkpoint(str(tmp_path))[1]
+    assert state["phase"] == len(state["plan"]) == 1 and not state["evaluating"]
+
+
+def test_trackers_get_every_line_at_a_step_of_its_own(tiny, tmp_path):
+    run, got = make_run(tiny, tmp_path, report_to="tensorboard"), []
+    run.learner.accelerator = types.SimpleNamespace(is_main_process=True, log=lambda values, step: got.append((step, values)))
+    run.write(kind="config", lr=1.0)
+    for k in range(2):
+        run.write(kind="sft", phase=0, step=0, sft_step=k, loss=0.5)
+    run.write(kind="eval", phase=0, step=0, name="sft", split="test", table={"all official": (1, 4, 0.25, 0.0, 1.0)})
+    run.write(kind="grpo", phase=1, step=0, reward=0.1, outcomes={"x": [0, 1]})
+    run.write(kind="event", event="alarm", phase=1, step=1, why="unhealthy")
+    assert [step for step, _ in got] == [1, 2, 3, 4, 5] and len(open(tmp_path / "metrics.jsonl").readlines()) == 6
+    assert got[1][1]["sft/loss"] == 0.5 and got[2][1]["eval/test/all official"] == 0.25 and got[4][1]["event/alarm"] == 1
+    assert got[3][1] == {"grpo/phase": 1, "grpo/step": 0, "grpo/reward": 0.1}
 
 
 def checkpointed(tiny, out, n=3):
