@@ -2973,10 +2973,11 @@ def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer
                     "success/per_turn": min(up + 0.2, 1), "structure/call": 0.6 * (1 - bad), "structure/response": 0.35 * (1 - bad),
                     "structure/polluted": 0.05 * (1 - bad) + 0.3 * bad, "structure/collapsed": 0.7 * bad, "kl": 1e-4 * step + 0.5 * bad,
                     "entropy": 0.4 - 0.005 * step + 0.02 * rng.random(), "engine_gap": 0.002 * rng.uniform(0.8, 1.2), "grad_norm": rng.uniform(0.3, 0.6),
-                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "lr": 1e-6, "surprise": {"a": [1]},
+                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "structure/malformed": 0.3 * bad, "structure/repeated": 0.0,
+                    "kl_control": 0.9 * bad, "kl_rest": 1e-4 * step, "pg_loss": -0.01, "pg_control": -0.02, "pg_rest": -0.005, "lr": 1e-6, "surprise": {"a": [1]},
                     "time/engine_s": 20 + rng.random(), "time/env_s": 1.0, "time/reward_s": 0.5, "time/rollout_s": 23.0, "time/update_s": 12 + rng.random(),
                     "time/push_s": 0.6}
-            for slot in ("first", "after_open"):
+            for slot in ("first", "after_open", "close", "end"):
                 line |= {f"control/{slot}/<tool_call>": 0.6 * (1 - bad) + 1e-3, f"control/{slot}/<|im_end|>": 1e-4 * math.exp(0.1 * step) + 0.9 * bad,
                          f'control/{slot}/{{"': 0.95 * (1 - bad) + 1e-4 if slot == "after_open" else 1e-5, f"control/{slot}/</tool_call>": 0.0}
             if i == 0:
@@ -3076,21 +3077,60 @@ def plotted(tmp_path_factory):
 
 
 def test_plot_figures_and_numbers(plotted):
-    for name in ("overview", "reward", "structure", "control", "kl_entropy", "categories", "times"):
+    for name in ("overview", "reward", "structure", "control", "kl_entropy", "health", "categories", "times"):
         assert not_blank(plotted / f"{name}.png"), name
     page = (plotted / "report.html").read_text()
     table = next(x for x in map(json.loads, open(plotted / "metrics.jsonl").read().splitlines()[:-1])
                  if x["kind"] == "eval" and x["name"] == "ets 1" and x["split"] == "test")["table"]
     for k, n, rate, low, high in table.values():
         assert f"{k}/{n} = {100 * rate:.1f} % [{100 * low:.1f}, {100 * high:.1f}]" in page
-    assert "0.00123" in page and "class=bad>FAIL" in page and "polluted share 0.31" in page and page.count("data:image/png;base64,") == 7
+    assert "0.00123" in page and "class=bad>FAIL" in page and "polluted share 0.31" in page and page.count("data:image/png;base64,") == 8
     assert PLOT_HOSTILE not in page and "<img src=x" not in page and page.count("</script>") == 2
     assert not re.search(r'(?:src|href)="(?!data:)', page)      # nothing is loaded from anywhere
 
 
-def test_plot_gaps(plotted):
+def plot_module():
     spec = importlib.util.spec_from_file_location("plot", PLOT)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_plot_labels_say_what_is_drawn(tmp_path):
+    """Sampled train tasks are not called greedy; seeds are named by what they share; a log axis within one decade has plain numbers."""
+    module = plot_module()
+    for seed in (1, 2):
+        plot_run(tmp_path / f"ets-seed{seed}", seed=seed, eval_samples=8)
+    group, = module.group_runs([module.read_run(str(tmp_path / f"ets-seed{seed}")) for seed in (1, 2)], None)
+    assert group.label == "ets (2 seeds)"
+    ax = module.plt.figure().add_subplot()
+    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
+    group.runs[0].config["eval_samples"] = 0
+    ax = module.plt.figure().add_subplot()
+    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]
+    for run in group.runs:
+        for step, line in run.steps.items():
+            line["kl"] = 6e-6 + 1e-7 * step
+    ax = module.plt.figure().add_subplot()
+    assert module.panel_lines(ax, [group], {"kl": (None, "black")}, "KL", "nats per token", True)
+    ax.figure.canvas.draw()
+    labels = [t.get_text() for t in [*ax.get_yticklabels(), *ax.get_yticklabels(minor=True)] if t.get_text()]
+    assert len(labels) > 1 and all(float(label) > 0 for label in labels)
+    module.plt.close("all")
+
+
+def test_plot_report_holds_the_table_of_ood(plotted, tmp_path):
+    (tmp_path / "ood.json").write_text(json.dumps({"rows": {"runs/<x>": {"columns": {"in-distribution": [1, 4, 0.25, 0.05, 0.7], "format OOD": [0, 0, 0.0, 0.0, 1.0]}}}}))
+    done = plot(plotted, "--out", tmp_path / "out", "--ood", tmp_path / "ood.json", "--max_trajectories", 4)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<th>in-distribution</th>" in page and "<td>runs/&lt;x&gt;</td><td>1/4 = 25.0 % [5.0, 70.0]</td><td></td>" in page
+    (tmp_path / "ood.json").write_text("[]")
+    done = plot(plotted, "--out", tmp_path / "out", "--ood", tmp_path / "ood.json", "--max_trajectories", 4)
+    assert done.returncode == 2 and "is not a table of tools/ood.py" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_plot_gaps(plotted):
+    module = plot_module()
     group, = module.group_runs([module.read_run(str(plotted))], None)
     gaps = {key: [int(s) for s in np.flatnonzero(module.series(group, key)[1].mask[0])] for key in ("kl", "entropy", "reward", "structure/call")}
     assert gaps == {"kl": [4, 9], "entropy": [4, 7, 9], "reward": [9], "structure/call": [7, 9]}     # 4: every group was flat
