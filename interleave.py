@@ -714,7 +714,8 @@ def main():
         with contextlib.suppress(OSError):
             run.main and run.log.close()     # what is left in its buffer would raise once more at the exit
         sys.exit(f"\nerror: cannot write to {config.out} ({e}): make room, then {again()}")
-    run.learner.accelerator.end_training()      # trackers write what they hold
+    for tracker in run.learner.accelerator.trackers:    # they write what they hold; end_training() would also take vLLM's process group away
+        tracker.finish()
     run.engine.close()
 
 
