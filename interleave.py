@@ -197,7 +197,7 @@ def alarm(history):
     A metric fires if in the last two steps it lies more than 5 robust standard deviations (1.4826 x the median absolute
     deviation, at least the metric's smallest spread) above the median of its healthy window: the round's first 10 steps
     ("start"), or the 20 steps before the last two ("recent"). No alarm in a round's first 12 steps. The reward is not
-    looked at: it falls last."""
+    looked at: it falls last. What collapses within the first 10 steps is its own healthy window and rings nothing."""
     for metric, (window, least) in ALARMS.items():
         values = [h[metric] for h in history if metric in h]
         if len(values) < 12:
@@ -222,8 +222,8 @@ def on_alarm(run, phase, why):
         run.write(kind="event", event="stopped", phase=state["phase"], step=state["step"], why=why)
     if run.config.stop_on_collapse or run.config.schedule != "adaptive":
         return
-    # The newest healthy weights may already hold the steps that led to the alarm.
-    back = [h for h in state["healthy"] if h[0] <= state["step"] - 2] or state["healthy"][:1]
+    # Weights of step k played step k's episodes, and those of the last two steps rang.
+    back = [h for h in state["healthy"] if h[0] < state["step"] - 2] or state["healthy"][:1]
     if back:
         run.learner.model.load_state_dict(load_file(os.path.join(back[-1][1], "model.safetensors")), strict=False)
         grpo.push(run.learner, run.engine)
@@ -434,7 +434,7 @@ def run_rl(run, phase):
             state["history"].clear()
             if config.stop_on_collapse or config.schedule == "adaptive":
                 break
-        elif config.schedule == "adaptive" and state["step_in_phase"] % config.save_every == 0:
+        elif config.schedule == "adaptive" and state["step_in_phase"] % max(config.save_every, 3) == 0:      # of two, one is old enough
             remember_healthy(run)
         if state["step_in_phase"] % config.save_every == 0 and state["step_in_phase"] < phase.steps:
             save_checkpoint(run)

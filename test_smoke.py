@@ -2470,8 +2470,9 @@ def test_an_alarm_goes_back_to_healthy_weights_and_sets_an_sft_phase_in(tiny, to
     with torch.no_grad():
         for p in run.learner.model.parameters():
             p.add_(0.01)
+    run.state |= {"step": 13, "step_in_phase": 13}
+    interleave.remember_healthy(run)        # too new: these weights played step 13, which rang
     run.state |= {"step": 15, "step_in_phase": 15}
-    interleave.remember_healthy(run)        # too new: it may hold the steps that rang
     interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 40), "unhealthy 0.5 > 0.1")
     assert [list(p) for p in run.state["plan"]] == [["rl 1", "rl", 15], ["ets 1", "ets", 0], ["rl 2", "rl", 25]]
     assert same_bits(healthy, {n: p.detach() for n, p in run.learner.model.named_parameters()})
