@@ -2995,7 +2995,7 @@ def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer
         if r + 1 < len(rounds):
             sft(2 + 2 * r, step, f"ets {r + 1}", 10)
     if collapse:
-        lines.append({"kind": "event", "event": "alarm", "step": int(0.83 * steps), "why": "polluted share 0.31: " + PLOT_HOSTILE})
+        lines.append({"kind": "event", "event": "alarm", "step": int(0.83 * steps) + 1, "why": "polluted share 0.31: " + PLOT_HOSTILE})
     lines.append({"kind": "from a later version", "step": "x"})
     with open(folder / "metrics.jsonl", "w") as f:
         f.write("".join(json.dumps(x) + "\n" for x in lines) + '{"kind": "grpo", "step": 99, "rew')
@@ -3105,6 +3105,7 @@ def test_plot_labels_say_what_is_drawn(tmp_path):
     assert group.label == "ets (2 seeds)"
     ax = module.plt.figure().add_subplot()
     assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
+    assert [run.alarms for run in group.runs] == [[16], [16]]      # written after step 16, which rang
     group.runs[0].config["eval_samples"] = 0
     ax = module.plt.figure().add_subplot()
     assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]

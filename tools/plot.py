@@ -92,7 +92,7 @@ def read_run(folder):
         fail(f"{folder} has nothing to plot yet: no RL step and no evaluation in its metrics.jsonl")
     of = lambda event: [(str(e.get("name")), number(e["step"])) for e in run.events
                         if e.get("event") == event and number(e.get("step")) >= 0]
-    run.phases, run.alarms = list(dict.fromkeys(of("phase"))), [step for _, step in of("alarm")]
+    run.phases, run.alarms = list(dict.fromkeys(of("phase"))), [step - 1 for _, step in of("alarm")]     # the step that rang is over
     return run
 
 
@@ -151,7 +151,7 @@ def dress(ax, groups, title, ylabel):
             ax.text(start - 0.5 + em, 0.99, name, rotation=90, color=GREEN, **note)
     for g, step in [(g, s) for g in groups for run in g.runs for s in run.alarms]:
         ax.axvline(step, ls=(0, (2, 2)), lw=1.2, color="black" if len(groups) == 1 else g.colour)
-        ax.text(step + em / 2, 0.99, "alarm", rotation=90, **note)
+        ax.text(step - em / 4, 0.99, "alarm", rotation=90, ha="right", **note)
     if len(ax.get_legend_handles_labels()[1]) > 1:
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, columnspacing=1.2, handlelength=1.6)
 
@@ -221,12 +221,12 @@ def panel_category(ax, groups, category):
     for k, (g, split) in enumerate((g, split) for g in groups for split in ("train", "test")):
         names, points = evaluations(g, f"{category} official", split)
         x = [order.index(n) + 0.3 * (k + 0.5) / len(groups) - 0.3 for n in names]
-        label = split + (", sampled" if split == "train" and g.runs[0].config.get("eval_samples") else ", greedy")
-        label = label if len(groups) == 1 else f"{g.label}: {label}"
+        how = "sampled" if split == "train" and g.runs[0].config.get("eval_samples") else "greedy"
+        label = f"{split}, {how}" if len(groups) == 1 else g.label if split == "test" else None
         draw_points(ax, x, points, color=g.colour, mfc=g.colour if split == "test" else "white", label=label)
     ax.set(title=f"Success: {category}", ylabel="share of episodes", ylim=(-0.03, 1.03), xlim=(-0.6, len(order) - 0.4))
     ax.set_xticks(range(len(order)), order, rotation=45, ha="right", rotation_mode="anchor")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=min(len(groups) % 2 + 1, 2))
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
     return bool(order)
 
 
@@ -254,7 +254,7 @@ def make_figures(groups, out):
         lines({"structure/collapsed": None}, "Collapsed messages", "share of messages"),
         lines({"control/first/<|im_end|>": None}, "<|im_end|> as first token", "mean probability", True)]
     plan = {    # file: (panels, caption)
-        "overview": ([reward, *early, kl, entropy, success], f"Points: {bars}. Dotted: strict. Green: SFT. Dashed: alarm."),
+        "overview": ([reward, *early, kl, entropy, success], f"Points: {bars}. Dotted: strict. Green: SFT. Dashed: alarm. Hollow: train tasks."),
         "reward": ([reward], f"Lines: sampled training rollouts, dotted: strict. Points: greedy, on held-out tasks; {bars}."),
         "structure": (states, "Every message of every rollout is in one of four states; blue is healthy."),
         "control": (control, "Probability of control tokens where the protocol is decided (log scale)."),
