@@ -790,7 +790,8 @@ GOOD = [MKDIR, "Done.", LS, "Done."]      # what earns 1 on SMALL[0]
 def tiny(tmp_path_factory):
     """Path of the tiny model, as tools/tiny_model.py makes it."""
     path = str(tmp_path_factory.mktemp("models") / "tiny")
-    subprocess.run([sys.executable, "tools/tiny_model.py", path, "--hidden", "64", "--layers", "2"], cwd=HERE, check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "tools/tiny_model.py", path, "--hidden", "64", "--layers", "2"], cwd=HERE, check=True, capture_output=True, text=True)
+    assert "shards" not in done.stderr and done.stdout.count("\n") == 1     # one line, no bar
     return path
 
 
