@@ -675,12 +675,11 @@ def rollout_metrics(learner, trajectories, config):
              "calls", "refused_calls", "hinted", "hinted_success"]
     fixed += [f"feedback/{f}" for f in ("malformed", "unclosed", "unknown", "held_out", "not_executed")]
     fixed += [f"finish/{f}" for f in ("done", "length", "max_steps", "max_generations", "max_response", "prompt")]
-    fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed")]
+    fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed", "malformed", "repeated")]
     turns = [f"turn {k}/{s}" for k in range(7) for s in ("call", "response", "polluted", "collapsed")]
-    total = across_ranks(learner, {k: c[k] for k in fixed + turns + ["repeats"]})
+    total = across_ranks(learner, {k: c[k] for k in fixed + turns})
     n, messages = max(total["n"], 1), max(total["messages"], 1)
     by_turn = [[total.pop(f"turn {k}/{s}") for s in ("call", "response", "polluted", "collapsed")] for k in range(7)]
-    total["structure/repeated"] = total.pop("repeats")
     means = {k: int(v) if k in ("infra", "n", "hinted", "hinted_success") else v / (messages if k.startswith("structure/") else n) for k, v in total.items()}
     return means | {"structure_by_turn": [[round(x / sum(counts), 4) for x in counts] for counts in by_turn if sum(counts)]}
 

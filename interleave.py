@@ -191,6 +191,8 @@ ALARMS = {      # metric -> (the healthy window it is compared with, the smalles
     "control/first/<|im_end|>": ("start", 0.01),        # probability of ending a message before it has begun
     "control/after_open/<|im_end|>": ("start", 0.01),   # ... of ending it inside a call
     "finish/length": ("start", 0.02),
+    "structure/malformed": ("start", 0.02),
+    "structure/repeated": ("start", 0.02),              # messages that say what the one before said
     "kl": ("recent", 0.02),                             # grows in a healthy run too: only a jump counts
     "entropy": ("recent", 0.05),
 }
@@ -202,7 +204,7 @@ def alarm(history):
     A metric fires if in the last two steps it lies more than 5 robust standard deviations (1.4826 x the median absolute
     deviation, at least the metric's smallest spread) above the median of its healthy window: the round's first 10 steps
     ("start"), or the 20 steps before the last two ("recent"). No alarm in a round's first 12 steps. The reward is not
-    looked at: it falls last."""
+    looked at: it falls last. What collapses within the first 10 steps is its own healthy window and rings nothing."""
     for metric, (window, least) in ALARMS.items():
         values = [h[metric] for h in history if metric in h]
         if len(values) < 12:
@@ -217,16 +219,18 @@ def alarm(history):
 
 
 def on_alarm(run, phase, why):
-    """Write the event. With --schedule adaptive: back to the last healthy weights, an SFT phase, then the rest of the round."""
+    """Write the event. With --schedule adaptive: back to the last healthy weights, an SFT phase, then the rest of the round; with
+    --stop_on_collapse the plan ends here: what is left is the evaluation of the collapsed weights and the report."""
     state = run.state
     run.write(kind="event", event="alarm", phase=state["phase"], step=state["step"], why=why)
     tqdm.write(f"ALARM at step {state['step']}: {why}")
     if run.config.stop_on_collapse:
-        raise SystemExit(f"stopped on collapse at step {state['step']}: {why}")
-    if run.config.schedule != "adaptive":
+        state["plan"][state["phase"]:] = [[phase.name, "rl", state["step_in_phase"]]]
+        run.write(kind="event", event="stopped", phase=state["phase"], step=state["step"], why=why)
+    if run.config.stop_on_collapse or run.config.schedule != "adaptive":
         return
-    # The newest healthy weights may already hold the steps that led to the alarm.
-    back = [h for h in state["healthy"] if h[0] <= state["step"] - 2] or state["healthy"][:1]
+    # Weights of step k played step k's episodes, and those of the last two steps rang.
+    back = [h for h in state["healthy"] if h[0] < state["step"] - 2] or state["healthy"][:1]
     while back and (bad := damaged(back[-1][1])[0]):
         tqdm.write(f"{back.pop()[1]} is damaged ({bad}): not used")
     if back:
@@ -363,9 +367,13 @@ class Run:
         if self.main:
             self.log.write(json.dumps(line) + "\n")
             self.log.flush()
-            if self.config.report_to and line["kind"] in ("grpo", "sft"):
-                numbers = {k: v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step", "phase")}
-                self.learner.accelerator.log({f"{line['kind']}/{k}": v for k, v in numbers.items()}, step=line["step"])
+        if line["kind"] == "config":
+            return
+        # A tracker's step is the line: SFT steps and evaluations between two GRPO steps must not share one, wandb would drop all but the last.
+        self.state["ticks"] = self.state.get("ticks", 0) + 1
+        if self.config.report_to:
+            line |= {f"{line['split']}/{name}": rate for name, (_, _, rate, _, _) in line.get("table", {}).items()} | {line.get("event"): 1}
+            self.learner.accelerator.log({f"{line['kind']}/{k}": v for k, v in line.items() if k and isinstance(v, (int, float))}, step=self.state["ticks"])
 
 
 def evaluate_now(run, name):
@@ -434,9 +442,9 @@ def run_rl(run, phase):
         if why := alarm(state["history"]):
             on_alarm(run, phase, why)
             state["history"].clear()
-            if config.schedule == "adaptive":
+            if config.stop_on_collapse or config.schedule == "adaptive":
                 break
-        elif config.schedule == "adaptive" and state["step_in_phase"] % config.save_every == 0:
+        elif config.schedule == "adaptive" and state["step_in_phase"] % max(config.save_every, 3) == 0:      # of two, one is old enough
             remember_healthy(run)
         if state["step_in_phase"] % config.save_every == 0 and state["step_in_phase"] < phase.steps:
             save_checkpoint(run)
@@ -748,6 +756,8 @@ def main():
         traceback.print_exc()
         memory = f"lower --tokens_per_row (now {config.tokens_per_row}) or --kv_gib, then " * isinstance(e, torch.OutOfMemoryError)
         sys.exit(f"\nerror: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}: {memory}{again()}")
+    for tracker in run.learner.accelerator.trackers:    # they write what they hold; end_training() would also take vLLM's process group away
+        tracker.finish()
     run.engine.close()
 
 

@@ -12,8 +12,11 @@ Different from the paper's code and from upstream's runner:
     python reward.py                          # scores all 800 ground truths, and the early-call trick
 """
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
+import json
 import math
 import re
 import time
@@ -226,23 +229,50 @@ def structure(text, finish_reason="stop"):
 SLOTS = ("first", "after_open", "close", "end")
 
 
+class Watch(dict):
+    """name -> id of the control tokens that are single tokens in this vocabulary; `decode`: ids -> text."""
+    decode = None
+
+
 def watch_ids(tokenizer):
-    """name -> id of the control tokens that are single tokens in this vocabulary."""
     names = ["<tool_call>", "</tool_call>", "<|im_end|>", '{"', "<think>"]
     ids = {n: tokenizer(n, add_special_tokens=False).input_ids for n in names}
-    return {n: i[0] for n, i in ids.items() if len(i) == 1}
+    watch = Watch({n: i[0] for n, i in ids.items() if len(i) == 1})
+    watch.decode = tokenizer.decode
+    return watch
 
 
 def protocol_slots(trained, trajectories, watch):
     """For each trained token [(trajectory, position)] a list of four bools, in the order of SLOTS: the "first" token of a
-    message; "after_open": what follows `<tool_call>` and its newline; "close": where `</tool_call>` was sampled; "end":
-    where a message ended."""
-    opening, closing, stop = (watch.get(n) for n in ("<tool_call>", "</tool_call>", "<|im_end|>"))
-    slots = []
-    for i, p in trained:
-        t = trajectories[i]
-        opened = p > 1 and t.mask[p - 1] and t.mask[p - 2] and t.ids[p - 2] == opening
-        slots.append([not t.mask[p - 1], bool(opened), t.ids[p] == closing, t.ids[p] == stop])
+    message; "after_open": what follows `<tool_call>` and white space; "close": what follows a call's closing brace (and white
+    space); "end": where a message without a call ended.
+
+    What was sampled *at* the first three has no say in what they are: a policy that ends its message there is seen."""
+    cached = functools.cache(lambda i: _slots_of(trajectories[i], watch))
+    return [[p in places for places in cached(i)] for i, p in trained]
+
+
+def _slots_of(t, watch):
+    """The positions of each slot in one trajectory: four sets."""
+    first, after_open, close, end = slots = [set() for _ in SLOTS]
+    opening, stop = watch.get("<tool_call>"), watch.get("<|im_end|>")
+    for p in (p for p, m in enumerate(t.mask) if m):
+        if not t.mask[p - 1]:
+            first.add(p)
+            inside, whole, called = 0, False, False      # where the open call's content starts, whether its object is complete
+        token = t.ids[p]
+        if inside and p == inside + 1 and watch.decode(t.ids[inside:p]).isspace():
+            after_open.add(p)
+        if whole and not watch.decode([token]).isspace():
+            close.add(p)
+            inside, whole = 0, False
+        if token == opening:
+            inside, called = p + 1, True
+        elif token == stop and not called:
+            end.add(p)
+        elif inside and not whole and watch.decode([token]).rstrip().endswith("}"):
+            with contextlib.suppress(ValueError, RecursionError):
+                whole = isinstance(json.loads(watch.decode(t.ids[inside: p + 1])), dict)
     return slots
 
 
@@ -299,7 +329,8 @@ def count(trajectories, kind):
             c[f"feedback/{what}"] += k
         for k, text in enumerate(t.texts):
             c["messages"] += 1
-            c["repeats"] += k > 0 and text == t.texts[k - 1]
+            c["structure/repeated"] += k > 0 and text == t.texts[k - 1]
+            c["structure/malformed"] += bool(parse_calls(text)[1])
             state = structure(text, "length" if t.finish == "length" and k == len(t.texts) - 1 else "stop")
             c[f"structure/{state}"] += 1
             c[f"turn {min(t.turns[k], 6)}/{state}"] += 1     # by user turn; the last one holds all later ones too

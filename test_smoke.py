@@ -714,7 +714,8 @@ GOOD = [MKDIR, "Done.", LS, "Done."]      # what earns 1 on SMALL[0]
 def tiny(tmp_path_factory):
     """Path of the tiny model, as tools/tiny_model.py makes it."""
     path = str(tmp_path_factory.mktemp("models") / "tiny")
-    subprocess.run([sys.executable, "tools/tiny_model.py", path, "--hidden", "64", "--layers", "2"], cwd=HERE, check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "tools/tiny_model.py", path, "--hidden", "64", "--layers", "2"], cwd=HERE, check=True, capture_output=True, text=True)
+    assert "shards" not in done.stderr and done.stdout.count("\n") == 1     # one line, no bar
     return path
 
 
@@ -1854,7 +1855,10 @@ def test_a_step_makes_the_rewarded_episode_likelier_and_pushes_the_weights(tiny,
     assert metrics["reward"] == 0.25 and metrics["success/official"] == 0.25 and metrics["finish/done"] == 1
     assert (metrics["groups_kept"], metrics["groups_flat"], metrics["updates"]) == (1, 1, 1)
     assert metrics["structure/call"] == pytest.approx(10 / 26) and metrics["structure/response"] == pytest.approx(16 / 26) and metrics["lr"] == 5e-4
-    assert metrics["structure_by_turn"] == [[0.2, 0.8, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]] and metrics["structure/repeated"] == 0
+    assert metrics["structure_by_turn"] == [[0.2, 0.8, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0]] and metrics["structure/repeated"] == metrics["structure/malformed"] == 0
+    said = Trajectory("x", texts=[LS, "<tool_call>{</tool_call>" + LS, "<tool_call>\n{", "Done.", "Done."], turns=[0, 0, 0, 0, 1], finish="done", reward=reward.Reward())
+    shares = grpo.rollout_metrics(learner, [said], config)
+    assert shares["structure/malformed"] == 0.4 and shares["structure/repeated"] == 0.2 and shares["structure_by_turn"] == [[0.25, 0.25, 0.5, 0], [0, 1, 0, 0]]
     assert metrics["checklist"]["KL to the reference"] == {"value": 0.0, "pass": True}
     assert not metrics["checklist"]["mean |engine - trainer|"]["pass"]      # scripted log-probabilities are nobody's
     before, after = AutoModelForCausalLM.from_pretrained(tiny), learner.model
@@ -1968,8 +1972,9 @@ def test_grpo_alone_saves_its_rollouts_and_trains_on_them_again(sharp, tmp_path,
 
 def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sharp, tokenizer):
     """What the collapse alarm watches, by plain forwards."""
-    action = tokenizer(MKDIR + "<|im_end|>").input_ids
-    trajectories, _ = play_scripted(tokenizer, [[action, "Done.", tokenizer(LS + "<|im_end|>").input_ids, "Done."], ["No.", "No."]])
+    ids = lambda text: tokenizer(text).input_ids
+    broken = MKDIR.replace("\n</tool_call>", "<|im_end|>")       # ends where it should close: the slot is there all the same
+    trajectories, _ = play_scripted(tokenizer, [[ids(MKDIR + "<|im_end|>"), "Done.", ids(LS + "\n" + LS + "<|im_end|>"), "Done."], [ids(broken), "No."]])
     watch = grpo.watch_ids(tokenizer)
     assert tokenizer.decode([watch["<tool_call>"], watch["</tool_call>"], watch["<|im_end|>"]]) == "<tool_call></tool_call><|im_end|>"
     learner = recording(sharp)
@@ -1981,9 +1986,12 @@ def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sha
             if m:
                 where["first"] += [(i, p)] * (not t.mask[p - 1])
                 where["after_open"] += [(i, p)] * (t.ids[p - 2] == watch["<tool_call>"] and t.mask[p - 2] == 1)
-                where["close"] += [(i, p)] * (t.ids[p] == watch["</tool_call>"])
-                where["end"] += [(i, p)] * (t.ids[p] == watch["<|im_end|>"])
-    assert {k: len(v) for k, v in where.items()} == {"first": 6, "after_open": 2, "close": 2, "end": 6}
+                start = max(k for k in range(p) if not t.mask[k]) + 1
+                said = tokenizer.decode(t.ids[start:p])
+                where["close"] += [(i, p)] * (said.endswith(("}}", "}}\n")) and not tokenizer.decode([t.ids[p]]).isspace())
+                where["end"] += [(i, p)] * (t.ids[p] == watch["<|im_end|>"] and "<tool_call>" not in said)
+    assert {k: len(v) for k, v in where.items()} == {"first": 6, "after_open": 4, "close": 4, "end": 3}
+    assert watch["<|im_end|>"] in [trajectories[i].ids[p] for i, p in where["close"]]
     with torch.no_grad():
         for slot, places in where.items():
             p = torch.stack([model(torch.tensor([trajectories[i].ids[:p]])).logits[0, -1].softmax(-1) for i, p in places]).mean(0)
@@ -2477,7 +2485,7 @@ def history_of(n, **series):
     """n steps of a healthy run; `series` are functions of the step in place of a metric."""
     rng = random.Random(0)
     base = {"unhealthy": lambda k: 0.05 + 0.02 * rng.random(), "control/first/<|im_end|>": lambda k: 1e-4, "control/after_open/<|im_end|>": lambda k: 1e-5,
-            "finish/length": lambda k: 0.01 * rng.random(), "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random()}
+            "finish/length": lambda k: 0.01 * rng.random(), "structure/malformed": lambda k: 0.04 + 0.02 * rng.random(), "structure/repeated": lambda k: 0.0, "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random()}
     return [{name: f(k) for name, f in (base | series).items()} for k in range(n)]
 
 
@@ -2485,7 +2493,7 @@ def test_the_alarm_fires_before_the_reward_is_gone_and_not_in_a_healthy_run():
     """Public reports: rllm-org/rllm#368, Search-R1#188: collapse at step 270-300 that nobody's log announced."""
     assert not any(interleave.alarm(history_of(n)) for n in range(0, 200, 7))
     collapse = lambda k: 1 / (1 + math.exp(-(k - 60) / 3))      # half of the messages at step 60; the reward is lost with them
-    for name in ("unhealthy", "control/first/<|im_end|>", "control/after_open/<|im_end|>", "finish/length"):
+    for name in ("unhealthy", "control/first/<|im_end|>", "control/after_open/<|im_end|>", "finish/length", "structure/malformed", "structure/repeated"):
         first = next(n for n in range(100) if interleave.alarm(history_of(n, **{name: collapse})))
         assert 40 < first <= 60 and interleave.alarm(history_of(first, **{name: collapse})).startswith(name)
     jump = lambda k: 1e-4 * k + (0.5 if k >= 50 else 0.0)
@@ -2503,17 +2511,45 @@ def test_an_alarm_goes_back_to_healthy_weights_and_sets_an_sft_phase_in(tiny, to
     with torch.no_grad():
         for p in run.learner.model.parameters():
             p.add_(0.01)
+    run.state |= {"step": 13, "step_in_phase": 13}
+    interleave.remember_healthy(run)        # too new: these weights played step 13, which rang
     run.state |= {"step": 15, "step_in_phase": 15}
-    interleave.remember_healthy(run)        # too new: it may hold the steps that rang
     interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 40), "unhealthy 0.5 > 0.1")
     assert [list(p) for p in run.state["plan"]] == [["rl 1", "rl", 15], ["ets 1", "ets", 0], ["rl 2", "rl", 25]]
     assert same_bits(healthy, {n: p.detach() for n, p in run.learner.model.named_parameters()})
     assert run.engine.checksum() == pytest.approx(ro.weight_sums(run.learner.model.parameters()))
-    run.config.stop_on_collapse = True
-    with pytest.raises(SystemExit, match="stopped on collapse at step 15"):
-        interleave.on_alarm(run, interleave.Phase("rl 1", "rl", 40), "unhealthy")
     events = [json.loads(x)["event"] for x in open(tmp_path / "metrics.jsonl")]
-    assert events == ["alarm", "rollback", "alarm"]
+    assert events == ["alarm", "rollback"]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_stop_on_collapse_ends_the_plan_at_the_alarm_with_an_evaluation(tiny, tokenizer, tmp_path, monkeypatch, stop):
+    """A sweep gets a finished run: events, the evaluation of the collapsed weights, a checkpoint after which nothing is left to do."""
+    run = make_run(tiny, tmp_path, HFEngine(tiny, chat_glue(tokenizer).stop), signal="none", schedule="rl", rounds="3,2", kl_coef=0.0, stop_on_collapse=stop)
+    monkeypatch.setattr(interleave, "alarm", lambda history: "unhealthy 0.5 > 0.1" if len(history) == 2 else "")
+    monkeypatch.setattr(interleave.grpo, "grpo_step", lambda *args: (dict.fromkeys(("reward", "structure/polluted", "structure/collapsed"), 0.0), []))
+    monkeypatch.setattr(interleave.grpo, "step_line", lambda *args: "")
+    monkeypatch.setattr(interleave, "evaluate", lambda *args, **kwargs: [])
+    interleave.train(run)
+    lines = [json.loads(x) for x in open(tmp_path / "metrics.jsonl")]
+    assert [x["event"] for x in lines if x["kind"] == "event"] == ["phase", "alarm", "stopped"] if stop else ["phase", "alarm", "alarm"]
+    assert sum(x["kind"] == "grpo" for x in lines) == (2 if stop else 5) and [x["name"] for x in lines if x["kind"] == "eval"] == ["start"] * 2 + ["rl 1"] * 2
+    state = interleave.find_checkpoint(str(tmp_path))[1]
+    assert state["phase"] == len(state["plan"]) == 1 and not state["evaluating"]
+
+
+def test_trackers_get_every_line_at_a_step_of_its_own(tiny, tmp_path):
+    run, got = make_run(tiny, tmp_path, report_to="tensorboard"), []
+    run.learner.accelerator = types.SimpleNamespace(is_main_process=True, log=lambda values, step: got.append((step, values)))
+    run.write(kind="config", lr=1.0)
+    for k in range(2):
+        run.write(kind="sft", phase=0, step=0, sft_step=k, loss=0.5)
+    run.write(kind="eval", phase=0, step=0, name="sft", split="test", table={"all official": (1, 4, 0.25, 0.0, 1.0)})
+    run.write(kind="grpo", phase=1, step=0, reward=0.1, outcomes={"x": [0, 1]})
+    run.write(kind="event", event="alarm", phase=1, step=1, why="unhealthy")
+    assert [step for step, _ in got] == [1, 2, 3, 4, 5] and len(open(tmp_path / "metrics.jsonl").readlines()) == 6
+    assert got[1][1]["sft/loss"] == 0.5 and got[2][1]["eval/test/all official"] == 0.25 and got[4][1]["event/alarm"] == 1
+    assert got[3][1] == {"grpo/phase": 1, "grpo/step": 0, "grpo/reward": 0.1}
 
 
 def checkpointed(tiny, out, n=3):
@@ -3112,10 +3148,11 @@ def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer
                     "success/per_turn": min(up + 0.2, 1), "structure/call": 0.6 * (1 - bad), "structure/response": 0.35 * (1 - bad),
                     "structure/polluted": 0.05 * (1 - bad) + 0.3 * bad, "structure/collapsed": 0.7 * bad, "kl": 1e-4 * step + 0.5 * bad,
                     "entropy": 0.4 - 0.005 * step + 0.02 * rng.random(), "engine_gap": 0.002 * rng.uniform(0.8, 1.2), "grad_norm": rng.uniform(0.3, 0.6),
-                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "lr": 1e-6, "surprise": {"a": [1]},
+                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "structure/malformed": 0.3 * bad, "structure/repeated": 0.0,
+                    "kl_control": 0.9 * bad, "kl_rest": 1e-4 * step, "pg_loss": -0.01, "pg_control": -0.02, "pg_rest": -0.005, "lr": 1e-6, "surprise": {"a": [1]},
                     "time/engine_s": 20 + rng.random(), "time/env_s": 1.0, "time/reward_s": 0.5, "time/rollout_s": 23.0, "time/update_s": 12 + rng.random(),
                     "time/push_s": 0.6}
-            for slot in ("first", "after_open"):
+            for slot in ("first", "after_open", "close", "end"):
                 line |= {f"control/{slot}/<tool_call>": 0.6 * (1 - bad) + 1e-3, f"control/{slot}/<|im_end|>": 1e-4 * math.exp(0.1 * step) + 0.9 * bad,
                          f'control/{slot}/{{"': 0.95 * (1 - bad) + 1e-4 if slot == "after_open" else 1e-5, f"control/{slot}/</tool_call>": 0.0}
             if i == 0:
@@ -3132,7 +3169,7 @@ def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer
         if r + 1 < len(rounds):
             sft(2 + 2 * r, step, f"ets {r + 1}", 10)
     if collapse:
-        lines.append({"kind": "event", "event": "alarm", "step": int(0.83 * steps), "why": "polluted share 0.31: " + PLOT_HOSTILE})
+        lines.append({"kind": "event", "event": "alarm", "step": int(0.83 * steps) + 1, "why": "polluted share 0.31: " + PLOT_HOSTILE})
     lines.append({"kind": "from a later version", "step": "x"})
     with open(folder / "metrics.jsonl", "w") as f:
         f.write("".join(json.dumps(x) + "\n" for x in lines) + '{"kind": "grpo", "step": 99, "rew')
@@ -3215,21 +3252,61 @@ def plotted(tmp_path_factory):
 
 
 def test_plot_figures_and_numbers(plotted):
-    for name in ("overview", "reward", "structure", "control", "kl_entropy", "categories", "times"):
+    for name in ("overview", "reward", "structure", "control", "kl_entropy", "health", "categories", "times"):
         assert not_blank(plotted / f"{name}.png"), name
     page = (plotted / "report.html").read_text()
     table = next(x for x in map(json.loads, open(plotted / "metrics.jsonl").read().splitlines()[:-1])
                  if x["kind"] == "eval" and x["name"] == "ets 1" and x["split"] == "test")["table"]
     for k, n, rate, low, high in table.values():
         assert f"{k}/{n} = {100 * rate:.1f} % [{100 * low:.1f}, {100 * high:.1f}]" in page
-    assert "0.00123" in page and "class=bad>FAIL" in page and "polluted share 0.31" in page and page.count("data:image/png;base64,") == 7
+    assert "0.00123" in page and "class=bad>FAIL" in page and "polluted share 0.31" in page and page.count("data:image/png;base64,") == 8
     assert PLOT_HOSTILE not in page and "<img src=x" not in page and page.count("</script>") == 2
     assert not re.search(r'(?:src|href)="(?!data:)', page)      # nothing is loaded from anywhere
 
 
-def test_plot_gaps(plotted):
+def plot_module():
     spec = importlib.util.spec_from_file_location("plot", PLOT)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+def test_plot_labels_say_what_is_drawn(tmp_path):
+    """Sampled train tasks are not called greedy; seeds are named by what they share; a log axis within one decade has plain numbers."""
+    module = plot_module()
+    for seed in (1, 2):
+        plot_run(tmp_path / f"ets-seed{seed}", seed=seed, eval_samples=8)
+    group, = module.group_runs([module.read_run(str(tmp_path / f"ets-seed{seed}")) for seed in (1, 2)], None)
+    assert group.label == "ets (2 seeds)"
+    ax = module.plt.figure().add_subplot()
+    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
+    assert [run.alarms for run in group.runs] == [[16], [16]]      # written after step 16, which rang
+    group.runs[0].config["eval_samples"] = 0
+    ax = module.plt.figure().add_subplot()
+    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]
+    for run in group.runs:
+        for step, line in run.steps.items():
+            line["kl"] = 6e-6 + 1e-7 * step
+    ax = module.plt.figure().add_subplot()
+    assert module.panel_lines(ax, [group], {"kl": (None, "black")}, "KL", "nats per token", True)
+    ax.figure.canvas.draw()
+    labels = [t.get_text() for t in [*ax.get_yticklabels(), *ax.get_yticklabels(minor=True)] if t.get_text()]
+    assert len(labels) > 1 and all(float(label) > 0 for label in labels)
+    module.plt.close("all")
+
+
+def test_plot_report_holds_the_table_of_ood(plotted, tmp_path):
+    (tmp_path / "ood.json").write_text(json.dumps({"rows": {"runs/<x>": {"columns": {"in-distribution": [1, 4, 0.25, 0.05, 0.7], "format OOD": [0, 0, 0.0, 0.0, 1.0]}}}}))
+    done = plot(plotted, "--out", tmp_path / "out", "--ood", tmp_path / "ood.json", "--max_trajectories", 4)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<th>in-distribution</th>" in page and "<td>runs/&lt;x&gt;</td><td>1/4 = 25.0 % [5.0, 70.0]</td><td></td>" in page
+    (tmp_path / "ood.json").write_text("[]")
+    done = plot(plotted, "--out", tmp_path / "out", "--ood", tmp_path / "ood.json", "--max_trajectories", 4)
+    assert done.returncode == 2 and "is not a table of tools/ood.py" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_plot_gaps(plotted):
+    module = plot_module()
     group, = module.group_runs([module.read_run(str(plotted))], None)
     gaps = {key: [int(s) for s in np.flatnonzero(module.series(group, key)[1].mask[0])] for key in ("kl", "entropy", "reward", "structure/call")}
     assert gaps == {"kl": [4, 9], "entropy": [4, 7, 9], "reward": [9], "structure/call": [7, 9]}     # 4: every group was flat

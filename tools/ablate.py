@@ -24,14 +24,15 @@ from reward import wilson
 
 
 def last_table(out):
-    """{split: (successes, n)} of a run's last evaluation, or None if it is not finished."""
-    tables, path = {}, os.path.join(out, "metrics.jsonl")
+    """{split: (successes, n)} of a run's last evaluation and the number of its alarms, or None if it is not finished."""
+    tables, path = {"alarms": 0}, os.path.join(out, "metrics.jsonl")
     if not os.path.exists(os.path.join(out, "model", "config.json")) or not os.path.exists(path):
         return None
     for line in open(path, encoding="utf-8"):
         line = json.loads(line)
         if line["kind"] == "eval":
             tables[line["split"]] = line["table"]["all official"][:2]
+        tables["alarms"] += line.get("event") == "alarm"
     return tables
 
 
@@ -83,7 +84,7 @@ def main():
                 command = [sys.executable, "interleave.py", "--preset", preset, *flags, "--seed", str(seed), "--out", out, *common]
                 jobs.append((f"{name}-seed{seed}", command, out + ".log"))
     codes = run_all(jobs, visible_gpus() or [None])
-    print(f"\n{'arm':40} {'seeds':>5} {'train tasks':>28} {'held-out tasks':>28}")
+    print(f"\n{'arm':40} {'seeds':>5} {'alarmed':>7} {'train tasks':>28} {'held-out tasks':>28}")
     for arm, name in zip(args.arms, names):
         tables = [t for seed in args.seeds if (t := last_table(os.path.join(args.out, f"{name}-seed{seed}")))]
         cells = []
@@ -91,7 +92,7 @@ def main():
             k, n = (sum(t[split][j] for t in tables) for j in (0, 1))
             lo, hi = wilson(k, n)
             cells.append(f"{k}/{n} = {100 * k / max(n, 1):.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" if n else "not run")
-        print(f"{arm:40} {len(tables):>5} {cells[0]:>28} {cells[1]:>28}")
+        print(f"{arm:40} {len(tables):>5} {sum(t['alarms'] > 0 for t in tables):>7} {cells[0]:>28} {cells[1]:>28}")
     print("Intervals: Wilson over all episodes of all seeds, as if they were independent; a task's episodes are not quite.")
     sys.exit(1 if any(codes.values()) else 0)
 

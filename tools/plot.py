@@ -10,6 +10,7 @@
     python tools/plot.py runs/tiny-ets                                      # -> runs/tiny-ets/*.png and report.html
     python tools/plot.py runs/a runs/b --out runs/compare --label none ets  # overlaid
     python tools/plot.py runs/seed1 runs/seed2 runs/seed3                   # a band -> runs/compare
+    python tools/plot.py runs/a runs/b --ood runs/ood/ood.json              # with the table of tools/ood.py
 """
 import argparse
 import base64
@@ -38,7 +39,8 @@ BLUE, SKY, ORANGE, RED, GREEN, PINK = "#0072B2", "#56B4E9", "#E69F00", "#D55E00"
 STATES = {"structure/call": BLUE, "structure/response": SKY, "structure/polluted": ORANGE, "structure/collapsed": RED}
 TIMES = {"time/rollout_s": BLUE, "time/update_s": ORANGE, "time/push_s": PINK}
 CONTROL = {"<tool_call>": BLUE, "</tool_call>": SKY, "<|im_end|>": RED, '{"': GREEN, "<think>": PINK}
-OF_UPDATE = ("kl", "entropy", "engine_gap", "clip_share", "ratio", "pg_loss", "grad_norm", "control/")
+SLOTS = {"first": "First token of a message", "after_open": "After <tool_call>", "close": "After a call's closing brace", "end": "End of a response"}
+OF_UPDATE = ("kl", "entropy", "engine_gap", "clip_share", "ratio", "pg_", "grad_norm", "control/")
 NOT_SFT = ("rl", "start")     # names of phases and evaluations
 NOT_AN_ABLATION = ("seed", "out", "fresh", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts")
 plt.rcParams.update({
@@ -90,7 +92,7 @@ def read_run(folder):
         fail(f"{folder} has nothing to plot yet: no RL step and no evaluation in its metrics.jsonl")
     of = lambda event: [(str(e.get("name")), number(e["step"])) for e in run.events
                         if e.get("event") == event and number(e.get("step")) >= 0]
-    run.phases, run.alarms = list(dict.fromkeys(of("phase"))), [step for _, step in of("alarm")]
+    run.phases, run.alarms = list(dict.fromkeys(of("phase"))), [step - 1 for _, step in of("alarm")]     # the step that rang is over
     return run
 
 
@@ -100,7 +102,8 @@ def group_runs(runs, labels):
     for k, run in enumerate(runs):
         flags = json.dumps({a: b for a, b in run.config.items() if a not in NOT_AN_ABLATION}, sort_keys=True)
         groups[labels[k] if labels else flags if run.config else run.folder].append(run)
-    names = [(key if labels else g[0].name) + (f" ({len(g)} seeds)" if len(g) > 1 else "") for key, g in groups.items()]
+    shared = lambda g: len(g) > 1 and re.sub(r"\W*(seed)?\W*$", "", os.path.commonprefix([run.name for run in g])) or g[0].name
+    names = [(key if labels else shared(g)) + (f" ({len(g)} seeds)" if len(g) > 1 else "") for key, g in groups.items()]
     colours = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "black", "grey") * len(runs)
     return [SimpleNamespace(label=n, runs=g, colour=c) for n, g, c in zip(names, groups.values(), colours)]
 
@@ -148,7 +151,7 @@ def dress(ax, groups, title, ylabel):
             ax.text(start - 0.5 + em, 0.99, name, rotation=90, color=GREEN, **note)
     for g, step in [(g, s) for g in groups for run in g.runs for s in run.alarms]:
         ax.axvline(step, ls=(0, (2, 2)), lw=1.2, color="black" if len(groups) == 1 else g.colour)
-        ax.text(step + em / 2, 0.99, "alarm", rotation=90, **note)
+        ax.text(step - em / 4, 0.99, "alarm", rotation=90, ha="right", **note)
     if len(ax.get_legend_handles_labels()[1]) > 1:
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, columnspacing=1.2, handlelength=1.6)
 
@@ -159,6 +162,7 @@ def draw_line(ax, group, key, label, colour, style="-", log=False):
         values = np.ma.masked_less(values, 1e-6)
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if ax.get_ylim()[1] < 10 * ax.get_ylim()[0] else "")
     if values.count():
         ax.plot(x, values.mean(0), style, color=colour, lw=1.5, marker=".", ms=4 if len(x) < 60 else 1, label=label)
         if len(group.runs) > 1:
@@ -212,16 +216,17 @@ def panel_lines(ax, groups, lines, title, ylabel, log=False):
 
 
 def panel_category(ax, groups, category):
-    """Success at each evaluation: filled points are test tasks, hollow ones train tasks."""
+    """Success at each evaluation: filled points are test tasks, hollow ones train tasks (sampled if the run has --eval_samples)."""
     order = list(dict.fromkeys(name for g in groups for run in g.runs for _, name in run.evals))
     for k, (g, split) in enumerate((g, split) for g in groups for split in ("train", "test")):
         names, points = evaluations(g, f"{category} official", split)
         x = [order.index(n) + 0.3 * (k + 0.5) / len(groups) - 0.3 for n in names]
-        label = split if len(groups) == 1 else f"{g.label}, {split}"
+        how = "sampled" if split == "train" and g.runs[0].config.get("eval_samples") else "greedy"
+        label = f"{split}, {how}" if len(groups) == 1 else g.label if split == "test" else None
         draw_points(ax, x, points, color=g.colour, mfc=g.colour if split == "test" else "white", label=label)
-    ax.set(title=f"Greedy success: {category}", ylabel="share of tasks", ylim=(-0.03, 1.03), xlim=(-0.6, len(order) - 0.4))
+    ax.set(title=f"Success: {category}", ylabel="share of episodes", ylim=(-0.03, 1.03), xlim=(-0.6, len(order) - 0.4))
     ax.set_xticks(range(len(order)), order, rotation=45, ha="right", rotation_mode="anchor")
-    ax.legend(loc="upper left")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
     return bool(order)
 
 
@@ -231,25 +236,31 @@ def make_figures(groups, out):
     title = lambda text, g: text if one else f"{text}: {g.label}"
     rates = dict.fromkeys(key.removesuffix(" official") for g in groups for run in g.runs for e in run.evals.values()
                           for line in e.values() for key in line["table"] if key.endswith(" official"))
-    lines = lambda key, *texts: (panel_lines, groups, {key: (None, BLUE)}, *texts)
+    shades = (BLUE, RED, ORANGE)
+    # Several runs are told apart by their colour, so that each panel has room for one key, the first.
+    lines = lambda keys, *texts: (panel_lines, groups, {k: (label, c) for (k, label), c in zip([*keys.items()][: 3 if one else 1], shades)}, *texts)
     reward, success = (panel_reward, groups), (panel_category, groups, "all")
-    kl = lines("kl", "KL to the reference", "nats per token", True)
-    entropy = lines("entropy", "Entropy", "nats per token")
+    kl = lines({"kl": "all tokens", "kl_control": "control tokens", "kl_rest": "the rest"}, "KL to the reference", "nats per token", True)
+    gradient = lines({"pg_loss": "all tokens", "pg_control": "control tokens", "pg_rest": "the rest"}, "Policy-gradient loss", "per token")
+    entropy = lines({"entropy": None}, "Entropy", "nats per token")
+    health = [lines({key: None}, text, "share of " + of) for key, text, of in (
+        ("finish/length", "Cut by length", "episodes"), ("structure/malformed", "Malformed calls", "messages"), ("structure/repeated", "Repeats", "messages"))]
     states = [(panel_stack, g, STATES, title("Messages", g), "share of messages") for g in groups]
     times = [(panel_stack, g, TIMES, title("Time of a step", g), "seconds") for g in groups]
     control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g),
                 "mean probability", True) for g in groups
-               for slot, text in (("first", "First token of a message"), ("after_open", "After <tool_call>"))]
+               for slot, text in SLOTS.items()]
     early = [states[0], control[0]] if one else [
-        lines("structure/collapsed", "Collapsed messages", "share of messages"),
-        lines("control/first/<|im_end|>", "<|im_end|> as first token", "mean probability", True)]
+        lines({"structure/collapsed": None}, "Collapsed messages", "share of messages"),
+        lines({"control/first/<|im_end|>": None}, "<|im_end|> as first token", "mean probability", True)]
     plan = {    # file: (panels, caption)
-        "overview": ([reward, *early, kl, entropy, success], f"Points: {bars}. Dotted: strict. Green: SFT. Dashed: alarm."),
+        "overview": ([reward, *early, kl, entropy, success], f"Points: {bars}. Dotted: strict. Green: SFT. Dashed: alarm. Hollow: train tasks."),
         "reward": ([reward], f"Lines: sampled training rollouts, dotted: strict. Points: greedy, on held-out tasks; {bars}."),
         "structure": (states, "Every message of every rollout is in one of four states; blue is healthy."),
         "control": (control, "Probability of control tokens where the protocol is decided (log scale)."),
-        "kl_entropy": ([kl, entropy], "Steps whose groups were all flat have no update and no value."),
-        "categories": ([(panel_category, groups, c) for c in rates], f"{bars}. Hollow: the tasks that were trained on."),
+        "kl_entropy": ([kl, gradient, entropy], "Steps whose groups were all flat have no update and no value."),
+        "health": (health, "What the alarm looks at beside structure, control tokens, KL and entropy."),
+        "categories": ([(panel_category, groups, c) for c in rates], f"{bars}. Hollow: the tasks that were trained on, sampled where the run has --eval_samples."),
         "times": (times, "Wall time of each RL step."),
     }
     figures = {}
@@ -385,7 +396,14 @@ def table(head, rows):
     return "<table>" + "".join(f"<tr>{''.join(cell(tag, v) for v in row)}</tr>" for tag, row in lines) + "</table>"
 
 
-def write_report(path, title, runs, figures, data):
+def ood_table(path):
+    """The columns of a tools/ood.py table."""
+    rows = json.load(open(path, encoding="utf-8"))["rows"]
+    text = lambda c: "{}/{} = {:.1f} % [{:.1f}, {:.1f}]".format(*c[:2], *(100 * number(v) for v in c[2:])) if c[1] else ""
+    return table(["checkpoint", *next(iter(rows.values()))["columns"]], [[name, *map(text, r["columns"].values())] for name, r in rows.items()])
+
+
+def write_report(path, title, runs, figures, data, ood=""):
     rates = collections.defaultdict(dict)
     for at, splits in [((run.name, name), e) for run in runs for (_, name), e in run.evals.items()]:
         for split, key, (k, n, *three) in [(s, *e) for s, line in splits.items() for e in line["table"].items()]:
@@ -406,7 +424,7 @@ def write_report(path, title, runs, figures, data):
     own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
     viewer = f'<p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
-    sections = {"Evaluations": table(["run", "after", "tasks", "category", *scores], rates), "Trajectories": viewer,
+    sections = {"Evaluations": table(["run", "after", "tasks", "category", *scores], rates), **({"Out of distribution": ood_table(ood)} if ood else {}), "Trajectories": viewer,
                 "Figures": "".join(pictures[1:]),
                 "Checklist of each round's first step": table(["run", "RL step", "check", "value", ""], checks),
                 "Events": table(["run", "RL step", "event", ""], events),
@@ -426,6 +444,7 @@ def main():
     parser.add_argument("--label", nargs="+", help="one name per run; runs with the same name are seeds")
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json; default: the run's own")
     parser.add_argument("--max_trajectories", type=int, default=200, help="in the report")
+    parser.add_argument("--ood", metavar="JSON", help="a table of tools/ood.py, for the report")
     args = parser.parse_args()
     if args.label and len(args.label) != len(args.runs):
         fail(f"{len(args.label)} labels for {len(args.runs)} runs: give one for each")
@@ -445,9 +464,11 @@ def main():
     try:
         os.makedirs(out, exist_ok=True)
         figures = make_figures(groups, out)
-        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data)
+        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, args.ood)
     except OSError as e:
         fail(f"cannot write to {out}: {e}")
+    except (ValueError, KeyError, TypeError, StopIteration):
+        fail(f"{args.ood} is not a table of tools/ood.py")
     print(f"wrote {', '.join(f'{name}.png' for name in figures)}, report.html to {out} ({len(data['records'])} trajectories)")
 
 

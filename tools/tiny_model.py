@@ -20,10 +20,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from env_bfcl import BFCLEnv, load_tasks, render_call, system_prompt
+
+transformers.utils.logging.disable_progress_bar()   # it would show one shard
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]       # skipped by decode(skip_special_tokens=True)
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]    # not skipped, as Qwen's
