@@ -36,7 +36,7 @@ import traceback
 from dataclasses import dataclass, field
 
 # Before torch: it sets what OpenMP and vLLM read when they are imported.
-from rollout import (chat_glue, check_numbers, drop_requests, find_model, load_model, load_tokenizer, load_trajectories, make_engine,
+from rollout import (chat_glue, check_numbers, find_model, load_model, load_tokenizer, load_trajectories, make_engine,
                      parse_flags, rollout, save_trajectories, strip_hint, weight_sums)
 import psutil
 import torch
@@ -329,10 +329,10 @@ class TreeAttention(torch.autograd.Function):
 
 
 @functools.cache
-def _kernels():
+def _kernels(hopper=True):
     """(forward, backward): FlashAttention 4 on Hopper, which vLLM brings along, else torch's own FlashAttention 2 (half as fast there).
     Both take q [n, H, D] and (cu_q, cu_k, max_q, max_k, causal, scale); forward returns out [n, H, D] and lse [H, n]."""
-    if torch.cuda.get_device_capability()[0] == 9:
+    if hopper and torch.cuda.get_device_capability()[0] == 9:
         try:
             from vllm.vllm_flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
         except Exception as e:      # its compiler is a package of its own, and fails in many ways
@@ -733,7 +733,7 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     try:
         return _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)
     except Exception as e:
-        if moved or learner.accelerator.num_processes > 1 or isinstance(e, FloatingPointError):
+        if moved or learner.accelerator.num_processes > 1 or isinstance(e, FloatingPointError) or not hasattr(engine, "abort"):
             raise
         tqdm.write(f"{traceback.format_exc()}step {step} failed: once more, with rows of {config.tokens_per_row // 2} tokens")
     finally:
@@ -743,7 +743,7 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     learner.skipped = skipped
     if learner.model.device.type == "cuda":
         torch.cuda.empty_cache()
-    drop_requests(engine)
+    engine.abort()
     push(learner, engine)
     config = dataclasses.replace(config, tokens_per_row=max(config.tokens_per_row // 2, 1))
     metrics, trajectories = _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)

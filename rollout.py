@@ -496,6 +496,13 @@ class VLLMEngine:
         self.llm.wake_up()
         self.llm.reset_prefix_cache()
 
+    def abort(self):
+        """After a failure: awake, and without a request. What it has cached of them goes with the next push."""
+        self.core.abort_requests(list(self.running))
+        self.running.clear()
+        if self.core.is_sleeping():
+            self.wake()
+
     def close(self):
         from vllm.distributed import cleanup_dist_env_and_memory
         self.core.shutdown()
@@ -514,15 +521,6 @@ def make_engine(kind, model, tokenizer, **settings):
     if kind == "hf":
         return HFEngine(model, stop, vocab=len(tokenizer), **{k: v for k, v in settings.items() if k in ("temperature", "seed")})
     raise ValueError(f"engine is vllm, hf or auto, not {kind!r}")
-
-
-def drop_requests(engine):
-    """After a failure: the engine is awake and forgets its requests. What it has cached of them goes with the next push."""
-    if core := getattr(engine, "core", None):       # vLLM
-        core.abort_request(list(core.output_processor.request_states), internal=True)
-        core.is_sleeping() and engine.wake()
-    else:
-        engine.abort()
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

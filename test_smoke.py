@@ -1915,7 +1915,7 @@ def test_a_step_that_fails_is_played_once_more_from_the_same_state(sharp, tokeni
     engine.script = {0: [[5] * 9]}      # (of the scripted one)
     engine.add(0, list(range(9)), 9)
     kind == "hf" and engine.step()
-    ro.drop_requests(engine)
+    engine.abort()
     assert [engine.step() for _ in range(20)] == [[]] * 20
 
 
@@ -2926,11 +2926,11 @@ def test_vllm_forgets_the_requests_of_a_step_that_failed(vllm_engine, padded, mo
     for i, ids in requests.items():
         vllm_engine.add(i, ids, 12)
     assert not [vllm_engine.step() for _ in range(3)][2]
-    executor = vllm_engine.core.engine_core.engine_core.model_executor
+    executor = vllm_engine.core.engine_core.model_executor
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="dead"):
         patch.setattr(executor, "execute_model", fails(executor.execute_model, (1,)))
         vllm_engine.step()
-    ro.drop_requests(vllm_engine)
+    vllm_engine.abort()
     assert not vllm_engine.step()
     vllm_engine.load_weights(model.named_parameters())
     assert run_engine(settings_of(vllm_engine, seed=3), requests) == expected

@@ -12,7 +12,7 @@ that fails (no memory, no kernel) is reported as failed and the others still cou
     also with random weights; only prompts, tool results and lengths are real, not the words.
 
     python tools/bench.py update --shape 1.5b                                   # one group: prompt 5,000, 8 x 1,200-1,900
-    python tools/bench.py update --shape 1.5b --checkpointing 0 --compile 1 --profile results/profile_update.txt
+    python tools/bench.py update --shape 1.5b --rows plain:none,tree:none,tree:none:compile --profile results/profile_update.txt
     python tools/bench.py update --shape 1.5b --tokenizer DIR --real 60         # real prompts and dialogues, 60 tasks x 8
     python tools/bench.py update --shape tiny --response 300,600 --budget 15    # CPU, a minute or two
     python tools/bench.py rollout --model DIR                                   # 60 tasks x 8 on vLLM
@@ -274,7 +274,7 @@ def measure_update(layout, model, trajectories, adv, args, state):
         start = time.perf_counter()
         jobs = update_jobs(layout, trajectories, adv, size)
         layout_s, count = time.perf_counter() - start, sum(len(a) for _, a, _ in jobs)
-        random.Random(0).shuffle(jobs)          # so that a pass that is stopped early has seen a fair sample
+        random.Random(0).shuffle(jobs)      # so that a pass that is stopped early has seen a fair sample
         try:
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
@@ -311,6 +311,27 @@ def measure_update(layout, model, trajectories, adv, args, state):
     return row
 
 
+def measure_row(layout, options, tokenizer, trajectories, adv, args, state):
+    """A row with its options, on a model of its own (the same seed): none, mlp or full of the layers recomputed, the layers
+    compiled, torch's FlashAttention 2 instead of a Hopper kernel."""
+    unknown = set(options) - {"none", "mlp", "full", "compile", "fa2"}
+    if unknown:
+        raise ValueError(f"unknown option {unknown.pop()}: none, mlp, full, compile, fa2")
+    model, kernels = build_model(args, tokenizer).train(), grpo._kernels
+    grpo.save_memory(model, next((o for o in options if o in ("none", "mlp", "full")), "full" if GPU else "none"))
+    if "compile" in options:
+        grpo.compile_layers(model)
+    try:
+        if "fa2" in options:
+            grpo._kernels = functools.partial(kernels, hopper=False)
+        row = measure_update(layout, model, trajectories, adv, args, state)
+        if args.profile and layout == "tree":       # the last tree row's stays
+            profile_tree(model, update_jobs("tree", trajectories, adv, args.tokens_per_row), args.profile)
+        return row
+    finally:
+        grpo._kernels = kernels
+
+
 def bench_update(args):
     tokenizer = load_tokenizer(args.tokenizer or args.model) if args.tokenizer or args.model else None
     if args.real and not tokenizer:
@@ -327,17 +348,11 @@ def bench_update(args):
     print(json.dumps(work))
     if args.exact if args.exact is not None else GPU and not args.real:
         attempt("plain in float32", {}, lambda: exact_gradient(model, trajectories, adv, trained, state))
-    checkpointing = args.checkpointing if args.checkpointing is not None else GPU
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.compile:
-        model.model.rotary_emb.compile(dynamic=True)
-        for layer in model.model.layers:
-            for part in (layer.mlp, layer.input_layernorm, layer.post_attention_layernorm):
-                part.compile(dynamic=True)
+    del model
     names = {"plain": "plain, one at a time", "padded": "padded batch", "packed": "packed, nothing shared", "group": "group prefix", "tree": "tree"}
-    for layout in args.rows.split(","):
-        attempt(names[layout], rows, lambda: measure_update(layout, model, trajectories, adv, args, state))
+    for row in args.rows.split(","):
+        layout, *options = row.split(":")
+        attempt(" ".join([names[layout]] + options), rows, lambda: measure_row(layout, options, tokenizer, trajectories, adv, args, state))
     clock = "seconds" if GPU else "cpu_s"
     plain = rows.get(names["plain"], {}).get(clock)
     for row in rows.values():
@@ -348,10 +363,8 @@ def bench_update(args):
                  ("measured", "share_measured", ".0%")])
     if plain and clock in rows.get(names["tree"], {}):
         print(f"tree: {rows[names['tree']][clock] / plain:.3f} of plain's time; {work['forest_tokens'] / tokens:.3f} of its tokens")
-    if args.profile:
-        profile_tree(model, update_jobs("tree", trajectories, adv, args.tokens_per_row), args.profile)
     formula = "3 x forward; forward = 2 x matrix weights x forest tokens + 4 x layers x heads x head size x attended pairs + 2 x hidden x vocabulary x trained"
-    write(args, rows, work=work, checkpointing=bool(checkpointing), compile=bool(args.compile), mfu=f"({formula}) / (seconds x {args.tflops:g} TFLOP/s)", shape=args.model and "" or args.shape)
+    write(args, rows, work=work, mfu=f"({formula}) / (seconds x {args.tflops:g} TFLOP/s)", shape=args.model and "" or args.shape)
 
 
 def profile_tree(model, jobs, path):
@@ -540,11 +553,10 @@ def main():
     update.add_argument("--response", default="1200,1900", help="shortest and longest made-up response")
     update.add_argument("--trained", type=float, default=0.2, help="trained share of the responses")
     update.add_argument("--real", type=int, default=0, help="instead: prompts and dialogues of this many Base train tasks")
-    update.add_argument("--rows", default="plain,padded,packed,group,tree", help="which layouts, comma-separated")
+    update.add_argument("--rows", default="plain,padded,packed,group,tree" + ",plain:none,tree:mlp,tree:none,tree:mlp:compile,tree:none:compile,tree:fa2" * GPU,
+                        help="layouts, comma-separated, each with options after colons: none, mlp, full (recomputed; default full on a GPU), compile, fa2")
     update.add_argument("--batch", type=int, default=4, help="sequences of a padded batch (halved if it does not fit)")
     update.add_argument("--tokens_per_row", type=int, default=32768, help="tokens of a packed row (halved if it does not fit)")
-    update.add_argument("--checkpointing", type=int, help="recompute activations; default 1 on a GPU, 0 on a CPU")
-    update.add_argument("--compile", type=int, default=0, help="compile MLPs, norms and rotary embedding")
     update.add_argument("--exact", type=int, help="also a plain float32 gradient, to compare with; default 1 on a GPU unless --real")
     update.add_argument("--reps", type=int, default=3, help="timed passes a row; the median counts")
     update.add_argument("--budget", type=float, default=30.0, help="seconds after which a pass is stopped and scaled up")
