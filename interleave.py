@@ -488,7 +488,7 @@ def train(run):
             save_checkpoint(run)
         evaluate_now(run, phase.name)
         run.state |= {"phase": run.state["phase"] + 1, "step_in_phase": 0, "evaluating": False, "recent": []}
-        save_checkpoint(run)
+        save_state(run)
 
 
 # --- PLUMBING: checkpoints -----------------------------------------------------------------------------------------------
@@ -544,7 +544,7 @@ def _save_checkpoint(run):
     save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
     os.fsync(run.log.fileno())
     files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
-    write_json(os.path.join(tmp, "state.json"), {**state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files})
+    write_state(run, tmp, files)
     os.replace(tmp, path)
     folder = os.open(out, os.O_RDONLY)
     os.fsync(folder)
@@ -556,6 +556,22 @@ def _save_checkpoint(run):
     for old in glob.glob(os.path.join(out, "reference-*")) + glob.glob(os.path.join(out, "healthy-*")):
         if old not in named:
             shutil.rmtree(old)
+
+
+def write_state(run, path, files):
+    state = {**run.state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files}
+    write_json(os.path.join(path, "state.json.tmp"), state)
+    os.replace(os.path.join(path, "state.json.tmp"), os.path.join(path, "state.json"))
+
+
+def save_state(run):
+    """After an evaluation: no weight has moved since the last checkpoint, so only its state.json is replaced."""
+    if run.main:
+        with uninterrupted():
+            os.fsync(run.log.fileno())
+            path = checkpoints(run.config.out)[-1]
+            write_state(run, path, json.load(open(os.path.join(path, "state.json")))["files"])
+    run.learner.accelerator.wait_for_everyone()
 
 
 def write_json(path, what, **how):
@@ -613,7 +629,7 @@ def load_optimizer(learner, path):
 
 # What a run leaves in OUT: all that --fresh may delete. config.json and lock stay: the one is replaced, the other is held.
 WRITTEN = re.compile(r"(ckpt-\d{6}|reference-\d+|healthy-\d{6}|best|model)(\.tmp|\.damaged)?|rollouts|eval|teacher|multi_step_tool_rl|metrics\.jsonl|"
-                     r"report\.html|(overview|reward|structure|control|kl_entropy|categories|times)\.png")
+                     r"report\.html|(overview|reward|structure|control|kl_entropy|categories|times|health)\.png")
 
 
 def claim_out(config):

