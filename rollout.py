@@ -438,8 +438,10 @@ class VLLMEngine:
         from vllm.v1.engine import EngineCoreRequest
         if gpu:
             hashing = "xxhash" if importlib.util.find_spec("xxhash") else "sha256"
-            how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), enable_sleep_mode=sleep, max_num_seqs=512,
-                       block_size=64, prefix_caching_hash_algo=hashing)
+            # gpu_memory_utilization does nothing beside kv_cache_memory_bytes, but vLLM refuses to start where less than its
+            # default of 92 % is free: with the trainer's weights on a card of 80 GB, or another run on the same card.
+            how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), gpu_memory_utilization=0.05, enable_sleep_mode=sleep,
+                       max_num_seqs=512, block_size=64, prefix_caching_hash_algo=hashing)
         else:
             import vllm._custom_ops as ops
             ops._supports_onednn = False    # else a tied output head silently keeps its old weights after a push
@@ -453,18 +455,32 @@ class VLLMEngine:
         # The engine core itself, without the layer around it: a third of a multi-turn rollout's time went into wrapping and
         # unwrapping each token of each request there.
         self.core, self.request = self.llm.llm_engine.engine_core, EngineCoreRequest
-        self.gpu, self.temperature, self.seed, self.added, self.running = gpu, temperature, seed, 0, {}
+        self.gpu, self.temperature, self.seed, self.added, self.running, self.hashed = gpu, temperature, seed, 0, {}, {}
+        self.core.engine_core.request_block_hasher = functools.partial(self._hash_blocks, self.core.engine_core.request_block_hasher)
         self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, detokenize=False, stop_token_ids=list(stop))
 
     def add(self, request_id, ids, max_tokens):
         # On the GPU a seed per request would cost time and still not make a run bit-exact.
         seed = request_seed(self.seed, request_id, len(ids)) if self.temperature and not self.gpu else None
         self.added += 1     # vLLM wants each name once
-        name = f"{request_id}/{self.added}"
-        self.running[name] = request_id, [], []
-        self.core.add_request(self.request(
+        name, core = f"{request_id}/{self.added}", self.core.engine_core
+        request, wave = core.preprocess_add_request(self.request(
             request_id=name, prompt_token_ids=ids, sampling_params=self.params(temperature=self.temperature, max_tokens=max_tokens, seed=seed),
             mm_features=None, pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None, data_parallel_rank=None))
+        core.add_request(request, wave)
+        self.running[name] = request_id, [], []
+        self.hashed[request_id] = self.hashed[None] = ids, list(request.block_hashes)
+
+    def _hash_blocks(self, whole, request):
+        """vLLM's `whole` hasher, which names the blocks of a prompt one after the other, without those that an earlier prompt has:
+        of this trajectory, or of the request before it (its group). A tenth of a multi-turn rollout went into them."""
+        if not request.block_hashes:
+            ids = request.prompt_token_ids
+            for known, hashes in filter(None, (self.hashed.get(int(request.request_id.split("/")[0])), self.hashed.get(None))):
+                if ids[: len(known)] == known:
+                    request.block_hashes.extend(hashes)
+                    break
+        return whole(request)
 
     def step(self):
         finished = []
@@ -480,6 +496,7 @@ class VLLMEngine:
         return finished
 
     def load_weights(self, named):
+        self.hashed.clear()
         named = [(n, p.detach()) for n, p in named]
         self.llm.apply_model(lambda m: m.load_weights(iter(named)))
         if not self.llm.reset_prefix_cache():   # it refuses while requests run; old keys would then be reused (vllm#9744)

@@ -2937,6 +2937,27 @@ def test_vllm_forgets_the_requests_of_a_step_that_failed(vllm_engine, padded, mo
 
 
 @cpu_vllm
+def test_vllm_block_names_of_an_earlier_prompt_are_the_ones_it_would_compute(vllm_engine, padded):
+    """A wrong name would be another prompt's keys and values, without a word."""
+    settings_of(vllm_engine).load_weights(AutoModelForCausalLM.from_pretrained(padded).named_parameters())
+    core, seen, prompt = vllm_engine.core.engine_core, {}, prompts_for(1, length=200)[0]
+    whole = core.request_block_hasher.args[0]
+    turns = {0: [prompt, prompt + [7] * 40, prompt + [7] * 40 + [8] * 64], 1: [prompt, prompt + [9] * 64, prompt[:100] + [9] * 100], 2: [[5] * 10, prompt]}
+    for turn in range(3):
+        for i, of in turns.items():
+            if turn < len(of):
+                vllm_engine.add(i, of[turn], 2)
+                request = list(core.scheduler.requests.values())[-1]
+                got = seen[i, turn] = list(request.block_hashes)
+                request.block_hashes.clear()
+                assert got == whole(request) and len(got) == len(of[turn]) // 32
+                request.block_hashes.extend(got)
+        while vllm_engine.running:
+            vllm_engine.step()
+    assert seen[0, 0] == seen[1, 0] != seen[1, 2] and seen[0, 2][:7] == seen[0, 1][:7] != seen[1, 1][:7]
+
+
+@cpu_vllm
 def test_vllm_refuses_to_keep_a_prefix_cache_over_a_push(vllm_engine, padded):
     """vllm-project/vllm#9744: reset_prefix_cache refuses while a request runs, and says so only by its return value."""
     model = AutoModelForCausalLM.from_pretrained(padded)
