@@ -1,6 +1,7 @@
 """Figures and a report of runs: metrics.jsonl and rollouts/ -> PNG files and one report.html that needs no server.
 
- 1. Runs that differ in their seed only (or share a --label) are one curve: the mean, and a band from min to max.
+ 1. Runs that differ in their seed only (or share a --label) are one curve: the mean of those that have the step, and
+    a band from min to max.
  2. A key that a step lacks is a gap. So is all that the update measures in a step whose groups were all flat: the zeros
     in its line are sums over no token.
  3. SFT phases have no RL step of their own: a green bar between two steps, with the evaluations at its two sides.
@@ -174,21 +175,22 @@ def smoothed(y, n):
 def draw_line(ax, group, key, label, colour, style="-", log=False):
     """A line per RL round: the reference, the optimizer and the weights change between them. Smoothed, it leaves the points where they are."""
     x, values = series(group, key)
+    mean, low, high = values.mean(0), values.min(0), values.max(0)
     if log:     # rounding noise and exact zeros have no place on a log axis
-        values = np.ma.masked_less(values, 1e-6)
+        mean, low = np.ma.masked_less(mean, 1e-6), np.ma.maximum(low, 1e-6)
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if ax.get_ylim()[1] < 10 * ax.get_ylim()[0] else "")
-    mean, borders = values.mean(0), sorted({int(s - x[0]) for run in group.runs for _, s in run.phases if x[0] < s <= x[-1]})
-    for piece in map(slice, [0, *borders], [*borders, len(x)]) if values.count() else ():
+    borders = sorted({int(s - x[0]) for run in group.runs for _, s in run.phases if x[0] < s <= x[-1]})
+    for piece in map(slice, [0, *borders], [*borders, len(x)]) if mean.count() else ():
         dots = dict(marker=".", ms=4 if len(x) < 60 else 2, color=colour)
         if group.smooth > 1:
             ax.plot(x[piece], mean[piece], ls="", alpha=0.4, **dots)
             dots["marker"] = ""
         ax.plot(x[piece], smoothed(mean[piece], group.smooth), style, lw=1.5, label=None if piece.start else label, **dots)
         if len(group.runs) > 1:
-            ax.fill_between(x[piece], values.min(0)[piece], values.max(0)[piece], color=colour, alpha=0.18, lw=0)
-    return values.count() > 0
+            ax.fill_between(x[piece], low[piece], high[piece], color=colour, alpha=0.18, lw=0)
+    return mean.count() > 0
 
 
 def panel_stack(ax, group, colours, title, ylabel):
@@ -313,7 +315,7 @@ def find_rollouts(run):
     """Files of the trajectories of the run's steps, from the folder that its config names; notes it when there are none."""
     named = run.config.get("save_rollouts")     # as grpo.rollouts_folder; older runs have a bool
     folder = named if named and isinstance(named, str) else os.path.join(run.folder, "rollouts")
-    paths = [] if named == "none" else sorted(glob.glob(f"{glob.escape(folder)}/*.jsonl"))
+    paths = sorted(glob.glob(f"{glob.escape(folder)}/*.jsonl"))
     run.note = "" if paths else f"{run.name}: no trajectories of its RL steps: " + ("it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}")
     return paths
 
