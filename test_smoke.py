@@ -3278,11 +3278,11 @@ def test_plot_labels_say_what_is_drawn(tmp_path):
     group, = module.group_runs([module.read_run(str(tmp_path / f"ets-seed{seed}")) for seed in (1, 2)], None)
     assert group.label == "ets (2 seeds)"
     ax = module.plt.figure().add_subplot()
-    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
+    assert module.panel_category(ax, [group], "base", ("train", "test")) and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
     assert [run.alarms for run in group.runs] == [[16], [16]]      # written after step 16, which rang
     group.runs[0].config["eval_samples"] = 0
     ax = module.plt.figure().add_subplot()
-    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]
+    assert module.panel_category(ax, [group], "base", ("train", "test")) and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]
     for run in group.runs:
         for step, line in run.steps.items():
             line["kl"] = 6e-6 + 1e-7 * step

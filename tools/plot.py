@@ -187,7 +187,7 @@ def draw_line(ax, group, key, label, colour, style="-", log=False):
         if group.smooth > 1:
             ax.plot(x[piece], mean[piece], ls="", alpha=0.4, **dots)
             dots["marker"] = ""
-        ax.plot(x[piece], smoothed(mean[piece], group.smooth), style, lw=1.5, label=None if piece.start else label, **dots)
+        ax.plot(x[piece], smoothed(mean[piece], group.smooth), style, lw=1.5 if len(x) < 60 else 0.9, label=None if piece.start else label, **dots)
         if len(group.runs) > 1:
             ax.fill_between(x[piece], low[piece], high[piece], color=colour, alpha=0.18, lw=0)
     return mean.count() > 0
@@ -216,7 +216,7 @@ def panel_lines(ax, groups, lines, title, ylabel, log=False):
     return any(drawn)
 
 
-def panel_category(ax, groups, category, splits=("train", "test")):
+def panel_category(ax, groups, category, splits):
     """Success at each evaluation: filled points are test tasks, hollow ones train tasks (sampled if the run has --eval_samples)."""
     plans = [{place: name for run in g.runs for place, (name, _) in run.evals.items()} for g in groups]
     order, top = sorted(set().union(*plans)), 0.1
@@ -239,29 +239,48 @@ def panel_category(ax, groups, category, splits=("train", "test")):
     return bool(order)
 
 
+def draw_figure(panels, columns, own_keys):
+    """`panels`: [(function, *arguments)]. One key for all of them below the figure, or one below each."""
+    columns = min(columns, max(len(panels), 1))
+    rows = max(math.ceil(len(panels) / columns), 1)
+    fig = plt.figure(figsize=(7 if columns == 1 else 4.3 * columns, 3.2 * rows), layout="constrained")
+    for k, (draw, *args) in enumerate(panels, 1):
+        if not draw(ax := fig.add_subplot(rows, columns, k), *args):
+            ax.remove()
+    keys = {}
+    for ax in fig.axes:
+        handles, labels = ax.get_legend_handles_labels()
+        keys |= {label: h for h, label in zip(handles, labels) if label not in keys}
+        if own_keys and len(labels) > 1:
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), ncols=4, columnspacing=0.9, handlelength=1.3)
+    if len(keys) > 1 and not own_keys:
+        fig.legend(keys.values(), keys, loc="outside lower center", ncols=max(int(14 * fig.get_figwidth() / (max(map(len, keys)) + 6)), 1))
+    return fig
+
+
 def make_figures(groups, out):
     """Write the PNG files; returns {name: (bytes, caption)}. A figure whose data no run has is left out."""
     one, bars = len(groups) == 1, "95 % intervals (seeds: min to max)"
-    title = lambda text, g: text if one else f"{text}\n{g.label}"
     rates = dict.fromkeys(key.removesuffix(" official") for g in groups for run in g.runs for _, splits in run.evals.values()
                           for line in splits.values() for key in line["table"] if key.endswith(" official"))
-    lines = lambda keys, *texts: (panel_lines, groups, {k: (label, c) for (k, label), c in zip(keys.items(), (BLUE, RED, ORANGE))}, *texts)
+    title = lambda text, g: text if one else f"{text}\n{g.label}"
+    lines = lambda keys, *texts: (panel_lines, groups, {keys: (None, BLUE)} if isinstance(keys, str) else keys, *texts)
+    split = lambda key: {key: ("all tokens", BLUE), key.split("_")[0] + "_control": ("control tokens", RED), key.split("_")[0] + "_rest": ("the rest", ORANGE)}
     official, strict = {"success/official": ("official", BLUE)}, {"success/strict": ("strict", ORANGE, ":")}
-    reward = [(panel_lines, groups, official | strict, "Success of rollouts", "share of episodes")]
-    reward += [] if one else [(panel_lines, groups, strict, "Success of rollouts, strict", "share of episodes")]
-    kl = lines({"kl": "all tokens", "kl_control": "control tokens", "kl_rest": "the rest"}, "KL to the reference", "nats per token", True)
-    gradient = lines({"pg_loss": "all tokens", "pg_control": "control tokens", "pg_rest": "the rest"}, "Policy-gradient loss", "per token")
-    entropy = lines({"entropy": None}, "Entropy", "nats per token")
-    health = [lines({key: None}, text, "share of " + of) for key, text, of in (
+    reward = [lines(official | strict, "Success of rollouts", "share of episodes"), lines(strict, "Success of rollouts, strict", "share of episodes")][: 1 if one else 2]
+    success = lambda category: [(panel_category, groups, category, splits) for splits in ([("train", "test")] if one else [("test",), ("train",)])]
+    kl = lines(split("kl"), "KL to the reference", "nats per token", True)
+    gradient = lines(split("pg_loss"), "Policy-gradient loss", "per token")
+    entropy = lines("entropy", "Entropy", "nats per token")
+    health = [lines(key, text, "share of " + of) for key, text, of in (
         ("finish/length", "Cut by length", "episodes"), ("structure/malformed", "Malformed calls", "messages"), ("structure/repeated", "Repeats", "messages"))]
     states = [(panel_stack, g, STATES, title("Messages", g), "share of messages") for g in groups]
     times = [(panel_stack, g, TIMES, title("Time of a step", g), "seconds") for g in groups]
     control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g), "mean probability", True)
                for g in groups for slot, text in SLOTS.items()]
     early = [states[0], control[0]] if one else [
-        lines({"structure/collapsed": None}, "Collapsed messages", "share of messages"),
-        lines({"control/first/<|im_end|>": None}, "<|im_end|> as first token", "mean probability", True)]
-    success = lambda category: [(panel_category, groups, category)] if one else [(panel_category, groups, category, (s,)) for s in ("test", "train")]
+        lines("structure/collapsed", "Collapsed messages", "share of messages"),
+        lines("control/first/<|im_end|>", "<|im_end|> as first token", "mean probability", True)]
     plan = {    # file: (panels, columns, caption)
         "overview": ([reward[0], *early, kl, entropy, success("all")[0]], 3, f"Points: {bars}, hollow: train tasks. Dotted: strict. Green: SFT. Dashed: alarm."),
         "reward": (reward + success("all"), 2, f"Lines: sampled training rollouts. Points: evaluations, {bars}, hollow: train tasks."),
@@ -274,20 +293,7 @@ def make_figures(groups, out):
     }
     figures = {}
     for name, (panels, columns, caption) in plan.items():
-        columns = min(columns, max(len(panels), 1))
-        rows = max(math.ceil(len(panels) / columns), 1)
-        fig = plt.figure(figsize=(7 if columns == 1 else 4.3 * columns, 3.2 * rows), layout="constrained")
-        for k, (draw, *args) in enumerate(panels, 1):
-            if not draw(ax := fig.add_subplot(rows, columns, k), *args):
-                ax.remove()
-        own, keys = one and name == "overview", {}      # the panels of this figure have no key in common
-        for ax in fig.axes:
-            handles, labels = ax.get_legend_handles_labels()
-            keys |= {label: h for h, label in zip(handles, labels) if label not in keys}
-            if own and len(labels) > 1:
-                ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), ncols=4, columnspacing=0.9, handlelength=1.3)
-        if len(keys) > 1 and not own:
-            fig.legend(keys.values(), keys, loc="outside lower center", ncols=max(int(14 * fig.get_figwidth() / (max(map(len, keys)) + 6)), 1))
+        fig = draw_figure(panels, columns, own_keys=one and name == "overview")     # whose panels have no key in common
         if fig.axes:
             fig.savefig(path := os.path.join(out, f"{name}.png"))
             figures[name] = open(path, "rb").read(), caption
@@ -316,7 +322,7 @@ def find_rollouts(run):
     named = run.config.get("save_rollouts")     # as grpo.rollouts_folder; older runs have a bool
     folder = named if named and isinstance(named, str) else os.path.join(run.folder, "rollouts")
     paths = sorted(glob.glob(f"{glob.escape(folder)}/*.jsonl"))
-    run.note = "" if paths else f"{run.name}: no trajectories of its RL steps: " + ("it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}")
+    run.note = "" if paths or not run.steps else f"{run.name}: no trajectories of its RL steps: " + ("it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}")
     return paths
 
 
