@@ -203,7 +203,7 @@ def alarm(history):
 
     A metric fires if in the last two steps it lies more than 5 robust standard deviations (1.4826 x the median absolute
     deviation, at least the metric's smallest spread) above the median of its healthy window: the round's first 10 steps
-    ("start"), or the 20 steps before the last two ("recent"). No alarm in a round's first 12 steps. The reward is not
+    ("start"), or the 20 steps before the last two ("recent"). No alarm before a round's 12th step. The reward is not
     looked at: it falls last. What collapses within the first 10 steps is its own healthy window and rings nothing."""
     for metric, (window, least) in ALARMS.items():
         values = [h[metric] for h in history if metric in h]
