@@ -1165,6 +1165,9 @@ def test_summary_counts_what_it_says():
     assert table["all strict"][:3] == (0, 12, 0.0)
     low, high = table["all official"][3:]
     assert 0.2 < low < 0.5 < high < 0.85
+    several = reward.summary([record("base", k, float(k < 5)) for k in range(10)] * 8)      # samples of a task are no tasks of their own
+    assert several["base official"] == several["all official"] == (40, 80, 0.5, *reward.bootstrap({k: [float(k < 5)] * 8 for k in range(10)}))
+    assert several["base strict"] == (0, 80, 0.0, *reward.wilson(0, 10)) and table["miss_func strict"] == (0, 2, 0.0, *reward.wilson(0, 2))
     line = next(x for x in reward.format_table(table).splitlines() if x.startswith("base official "))
     assert "6/10" in line and "60.0 %" in line
 
