@@ -1,15 +1,15 @@
-"""Figures and a report of runs: metrics.jsonl and rollouts/ -> PNG files and one report.html that needs no server.
+"""Figures and a report of runs: metrics.jsonl and saved trajectories -> PNG files and one report.html that needs no server.
 
  1. Runs that differ in their seed only (or share a --label) are one curve: the mean of those that have the step, and
     a band from min to max.
  2. A key that a step lacks is a gap. So is all that the update measures in a step whose groups were all flat: the zeros
     in its line are sums over no token.
- 3. SFT phases have no RL step of their own: a green bar between two steps, with the evaluations at its two sides.
+ 3. SFT phases have no RL step of their own: a green bar between two steps, where lines break. Evaluations have panels of their own.
  4. Text of trajectories is hostile. It reaches the page as JSON without '<' and is shown with textContent only; the
     page's policy forbids any script but its own (by hash) and any connection.
 
     python tools/plot.py runs/tiny-ets                                      # -> runs/tiny-ets/*.png and report.html
-    python tools/plot.py runs/a runs/b --out runs/compare --label none ets  # overlaid
+    python tools/plot.py runs/a runs/b --out runs/compare --label none ets  # overlaid; --smooth 5: lines are means, points stay
     python tools/plot.py runs/seed1 runs/seed2 runs/seed3                   # a band -> runs/compare
     python tools/plot.py runs/a runs/b --ood runs/ood/ood.json              # with the table of tools/ood.py
 """
@@ -241,14 +241,15 @@ def panel_category(ax, groups, category, splits):
 
 def draw_figure(panels, columns, own_keys):
     """`panels`: [(function, *arguments)]. One key for all of them below the figure, or one below each."""
-    columns = min(columns, max(len(panels), 1))
-    rows = max(math.ceil(len(panels) / columns), 1)
-    fig = plt.figure(figsize=(7 if columns == 1 else 4.3 * columns, 3.2 * rows), layout="constrained")
-    for k, (draw, *args) in enumerate(panels, 1):
-        if not draw(ax := fig.add_subplot(rows, columns, k), *args):
+    fig, keys = plt.figure(figsize=(4.3, 3.2), layout="constrained"), {}
+    for draw, *args in panels:
+        if not draw(ax := fig.add_subplot(), *args):
             ax.remove()
-    keys = {}
-    for ax in fig.axes:
+    columns = min(columns, max(len(fig.axes), 1))
+    grid = fig.add_gridspec(max(math.ceil(len(fig.axes) / columns), 1), columns)
+    fig.set_size_inches(7 if columns == 1 else 4.3 * columns, 3.2 * grid.nrows)
+    for k, ax in enumerate(fig.axes):
+        ax.set_subplotspec(grid[divmod(k, columns)])
         handles, labels = ax.get_legend_handles_labels()
         keys |= {label: h for h, label in zip(handles, labels) if label not in keys}
         if own_keys and len(labels) > 1:
