@@ -203,7 +203,7 @@ def alarm(history):
 
     A metric fires if in the last two steps it lies more than 5 robust standard deviations (1.4826 x the median absolute
     deviation, at least the metric's smallest spread) above the median of its healthy window: the round's first 10 steps
-    ("start"), or the 20 steps before the last two ("recent"). No alarm in a round's first 12 steps. The reward is not
+    ("start"), or the 20 steps before the last two ("recent"). No alarm before a round's 12th step. The reward is not
     looked at: it falls last. What collapses within the first 10 steps is its own healthy window and rings nothing."""
     for metric, (window, least) in ALARMS.items():
         values = [h[metric] for h in history if metric in h]
@@ -227,7 +227,8 @@ def on_alarm(run, phase, why):
     if run.config.stop_on_collapse:
         state["plan"][state["phase"]:] = [[phase.name, "rl", state["step_in_phase"]]]
         run.write(kind="event", event="stopped", phase=state["phase"], step=state["step"], why=why)
-    if run.config.stop_on_collapse or run.config.schedule != "adaptive":
+        return
+    if run.config.schedule != "adaptive":
         return
     # Weights of step k played step k's episodes, and those of the last two steps rang.
     back = [h for h in state["healthy"] if h[0] < state["step"] - 2] or state["healthy"][:1]
@@ -401,7 +402,7 @@ def run_sft(run, phase):
         run.write(kind="event", event="skipped", phase=run.state["phase"], name=phase.name, step=run.state["step"], why="no task failed")
         return
     for step, metrics, last in sft.sft_phase(run.learner, dialogues, sft_settings(run.config, phase), run.state["step_in_phase"],
-                                                 run.state["recent"], desc=phase.name):
+                                             run.state["recent"], desc=phase.name):
         run.write(kind="sft", phase=run.state["phase"], step=run.state["step"], sft_step=step, dialogues=len(dialogues), **counts, **metrics)
         run.state["step_in_phase"] = step + 1
         if (step + 1) % run.config.save_every == 0 and not last:

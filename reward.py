@@ -279,7 +279,7 @@ def _slots_of(t, watch):
 # --- intervals -------------------------------------------------------------------------------------------------------
 
 def wilson(successes, n):
-    """95 % interval of a proportion. For one category; for pooled categories see bootstrap.
+    """95 % interval of a proportion of independent outcomes; of several outcomes a task see interval.
 
     >>> tuple(round(x, 3) for x in wilson(8, 10))
     (0.49, 0.943)
@@ -302,6 +302,15 @@ def bootstrap(values_by_index, seed=0, n=2000):
     draws = np.random.default_rng(seed).integers(len(sums), size=(n, len(sums)))  # [n, indices]
     low, high = np.percentile(sums[draws].sum(1) / counts[draws].sum(1), [2.5, 97.5])
     return float(low), float(high)
+
+
+def interval(by_task):
+    """95 % interval of the mean over all outcomes, {task: [0 or 1, ...]}: Wilson where each task occurs once, else a bootstrap over
+    the tasks. A bootstrap of equal outcomes has no width: then Wilson, over tasks, since the outcomes of one are not independent."""
+    wins = [w for outcomes in by_task.values() for w in outcomes]
+    if len(wins) > len(by_task) and len(set(wins)) > 1:
+        return bootstrap(by_task)
+    return wilson(sum(wins) * len(by_task) / max(len(wins), 1), len(by_task))
 
 
 # --- many episodes ---------------------------------------------------------------------------------------
@@ -339,26 +348,19 @@ def count(trajectories, kind):
 
 def summary(records):
     """Success of evaluation records: {name: (successes, n, rate, lo, hi)}, `name` = category, 'all', and both without the
-    defective ground truths; single categories with Wilson's interval, 'all' with a bootstrap over task indices, because
-    the categories are the same 200 tasks seen four ways. Infrastructure failures are not counted in n."""
+    defective ground truths. A task is its index: the categories are the same 200 tasks seen four ways. Infrastructure failures are
+    not counted in n."""
     table = {}
     for score in ("official", "strict"):
         for clean in (False, True):
             rows = [r for r in records if not r["infra_error"] and not (clean and (r["category"], r["index"]) in DEFECTIVE)]
             for category in sorted({r["category"] for r in rows}) + ["all"]:
                 here = [r for r in rows if category in ("all", r["category"])]
-                wins = [float(r["finish"] == "done" and r["reward"][score] == 1) for r in here]
                 by_index = collections.defaultdict(list)
-                for r, w in zip(here, wins):
-                    by_index[r["index"]].append(w)
-                # A bootstrap of equal outcomes has no width: then Wilson, over tasks, since episodes of one are not independent.
-                if category == "all" and len(set(wins)) > 1:
-                    lo, hi = bootstrap(by_index)
-                else:
-                    n = len(by_index) if category == "all" else len(wins)
-                    lo, hi = wilson(round(sum(wins) / max(len(wins), 1) * n), n)
-                table[f"{category} {score}{' without defective' if clean else ''}"] = (
-                    int(sum(wins)), len(wins), sum(wins) / max(len(wins), 1), lo, hi)
+                for r in here:
+                    by_index[r["index"]].append(float(r["finish"] == "done" and r["reward"][score] == 1))
+                k, n = int(sum(map(sum, by_index.values()))), len(here)
+                table[f"{category} {score}{' without defective' if clean else ''}"] = k, n, k / max(n, 1), *interval(by_index)
     return table
 
 

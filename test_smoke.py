@@ -1165,6 +1165,9 @@ def test_summary_counts_what_it_says():
     assert table["all strict"][:3] == (0, 12, 0.0)
     low, high = table["all official"][3:]
     assert 0.2 < low < 0.5 < high < 0.85
+    several = reward.summary([record("base", k, float(k < 5)) for k in range(10)] * 8)      # samples of a task are no tasks of their own
+    assert several["base official"] == several["all official"] == (40, 80, 0.5, *reward.bootstrap({k: [float(k < 5)] * 8 for k in range(10)}))
+    assert several["base strict"] == (0, 80, 0.0, *reward.wilson(0, 10)) and table["miss_func strict"] == (0, 2, 0.0, *reward.wilson(0, 2))
     line = next(x for x in reward.format_table(table).splitlines() if x.startswith("base official "))
     assert "6/10" in line and "60.0 %" in line
 
@@ -3299,11 +3302,11 @@ def test_plot_labels_say_what_is_drawn(tmp_path):
     group, = module.group_runs([module.read_run(str(tmp_path / f"ets-seed{seed}")) for seed in (1, 2)], None)
     assert group.label == "ets (2 seeds)"
     ax = module.plt.figure().add_subplot()
-    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
+    assert module.panel_category(ax, [group], "base", ("train", "test")) and ax.get_legend_handles_labels()[1] == ["train, sampled", "test, greedy"] and "reedy" not in ax.get_title()
     assert [run.alarms for run in group.runs] == [[16], [16]]      # written after step 16, which rang
     group.runs[0].config["eval_samples"] = 0
     ax = module.plt.figure().add_subplot()
-    assert module.panel_category(ax, [group], "base") and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]
+    assert module.panel_category(ax, [group], "base", ("train", "test")) and ax.get_legend_handles_labels()[1] == ["train, greedy", "test, greedy"]
     for run in group.runs:
         for step, line in run.steps.items():
             line["kl"] = 6e-6 + 1e-7 * step
@@ -3313,6 +3316,44 @@ def test_plot_labels_say_what_is_drawn(tmp_path):
     labels = [t.get_text() for t in [*ax.get_yticklabels(), *ax.get_yticklabels(minor=True)] if t.get_text()]
     assert len(labels) > 1 and all(float(label) > 0 for label in labels)
     module.plt.close("all")
+
+
+def test_plot_draws_the_numbers_of_the_metrics(tmp_path):
+    """Two seeds: the mean of both, also where one is below a log axis; a line ends where its round does. Arms with other plans: evaluations stand at their step."""
+    module, both = plot_module(), []
+    for seed in (1, 2):
+        run = module.read_run(str(plot_run(tmp_path / f"ets{seed}", seed=seed, collapse=False)))
+        run.steps[6]["kl"] = 0.0 if seed == 1 else 0.004
+        both.append(run)
+    (group,), ax = module.group_runs(both, None), module.plt.figure().add_subplot()
+    assert module.panel_lines(ax, [group], {"kl": (None, "black")}, "KL", "nats per token", True)
+    drawn = [{int(x): y for x, y in zip(*line.get_data())} for line in ax.lines if len(line.get_xdata()) > 2]      # the others are phases
+    assert [sorted(d) for d in drawn] == [list(range(10)), list(range(10, 20))] and drawn[0][6] == pytest.approx(0.002)
+    assert drawn[1][13] == pytest.approx(np.mean([run.steps[13]["kl"] for run in both])) and np.isnan(drawn[0][9])
+    group.smooth, ax = 3, module.plt.figure().add_subplot()
+    assert module.panel_lines(ax, [group], {"reward": (None, "black")}, "Reward", "share of episodes")
+    dots, line = [dict(zip(*line.get_data())) for line in ax.lines if len(line.get_xdata()) > 2][:2]
+    raw = {s: np.mean([run.steps[s]["reward"] for run in both]) for s in range(9)}
+    assert dots[4] == pytest.approx(raw[4]) and line[4] == pytest.approx((raw[3] + raw[4] + raw[5]) / 3) and np.isnan(line[9]) and line[8] == pytest.approx((raw[7] + raw[8]) / 2)
+    other = module.read_run(str(plot_run(tmp_path / "none", rounds=(20,), collapse=False, lr=2e-6)))
+    groups, ax = module.group_runs([both[0], other], None), module.plt.figure().add_subplot()
+    assert module.panel_category(ax, groups, "base", ("test",))
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["step 0", "step 0, SFT", "step 10", "step 10, SFT", "step 20"]
+    (last, _, _), run = ax.containers[1], {name: splits["test"]["table"]["base official"] for name, splits in other.evals.values()}
+    assert [round(x) for x in last.get_xdata()] == [0, 1, 4] and list(last.get_ydata()) == [run[n][2] for n in ("start", "sft start", "rl 1")]
+    module.plt.close("all")
+
+
+def test_plot_reads_the_rollouts_that_the_config_names(tmp_path):
+    """--save_rollouts DIR, none, and older runs' true."""
+    for folder, named, kept in (("there", str(tmp_path / "elsewhere"), True), ("none", "none", False), ("old", True, True), ("gone", str(tmp_path / "gone away"), False)):
+        run = plot_run(tmp_path / folder, rounds=(2,), save_rollouts=named)
+        if folder == "there":
+            os.rename(run / "rollouts", named)
+        done = plot(run, "--max_trajectories", 8)
+        assert done.returncode == 0 and ("(0 trajectories)" not in done.stdout) == kept and ("no trajectories of its RL steps" in done.stdout) == (not kept), done
+        assert ("no trajectories of its RL steps" in (run / "report.html").read_text()) == (not kept)
+    assert "gone away" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_plot_report_holds_the_table_of_ood(plotted, tmp_path):

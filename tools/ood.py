@@ -16,8 +16,7 @@ What to know about the numbers:
  3. Single-turn sets are judged by bfcl-eval's ast_checker: one message, nothing is executed.
  4. Irrelevance: right is a finished message without a call, whole or broken. Upstream gives credit to broken and cut
     calls too; they are counted as `undecodable`, so upstream's number is at most the sum of both.
- 5. Intervals: Wilson where each task occurs once, else a bootstrap over tasks (categories and formats are the same tasks), or
-    Wilson over tasks where all outcomes agree and a bootstrap would have no width.
+ 5. Intervals: reward.interval's over tasks; categories and formats are the same tasks.
 """
 import argparse
 import ast
@@ -278,8 +277,8 @@ def rate(records, score="official"):
     by_task = collections.defaultdict(list)
     for r in records:
         by_task[r["task_id"] if r["category"] in SETS else r["index"]].append(float(r["finish"] == "done" and r["reward"][score] == 1))
-    k, n, tasks = int(sum(map(sum, by_task.values()))), len(records), len(by_task)
-    return k, n, k / max(n, 1), *(rw.wilson(k * tasks / max(n, 1), tasks) if tasks == n or k in (0, n) else rw.bootstrap(by_task))
+    k, n = int(sum(map(sum, by_task.values()))), len(records)
+    return k, n, k / max(n, 1), *rw.interval(by_task)
 
 
 def tabulate(records, holdout=""):

@@ -1,14 +1,15 @@
-"""Figures and a report of runs: metrics.jsonl and rollouts/ -> PNG files and one report.html that needs no server.
+"""Figures and a report of runs: metrics.jsonl and saved trajectories -> PNG files and one report.html that needs no server.
 
- 1. Runs that differ in their seed only (or share a --label) are one curve: the mean, and a band from min to max.
+ 1. Runs that differ in their seed only (or share a --label) are one curve: the mean of those that have the step, and
+    a band from min to max.
  2. A key that a step lacks is a gap. So is all that the update measures in a step whose groups were all flat: the zeros
     in its line are sums over no token.
- 3. SFT phases have no RL step of their own: a green bar between two steps, with the evaluations at its two sides.
+ 3. SFT phases have no RL step of their own: a green bar between two steps, where lines break. Evaluations have panels of their own.
  4. Text of trajectories is hostile. It reaches the page as JSON without '<' and is shown with textContent only; the
     page's policy forbids any script but its own (by hash) and any connection.
 
     python tools/plot.py runs/tiny-ets                                      # -> runs/tiny-ets/*.png and report.html
-    python tools/plot.py runs/a runs/b --out runs/compare --label none ets  # overlaid
+    python tools/plot.py runs/a runs/b --out runs/compare --label none ets  # overlaid; --smooth 5: lines are means, points stay
     python tools/plot.py runs/seed1 runs/seed2 runs/seed3                   # a band -> runs/compare
     python tools/plot.py runs/a runs/b --ood runs/ood/ood.json              # with the table of tools/ood.py
 """
@@ -36,13 +37,13 @@ from reward import structure
 
 # Okabe and Ito's colours: told apart by colour-blind readers. Healthy is blue, unhealthy is orange and red.
 BLUE, SKY, ORANGE, RED, GREEN, PINK = "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#009E73", "#CC79A7"
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "black", "grey")
 STATES = {"structure/call": BLUE, "structure/response": SKY, "structure/polluted": ORANGE, "structure/collapsed": RED}
 TIMES = {"time/rollout_s": BLUE, "time/update_s": ORANGE, "time/push_s": PINK}
 CONTROL = {"<tool_call>": BLUE, "</tool_call>": SKY, "<|im_end|>": RED, '{"': GREEN, "<think>": PINK}
 SLOTS = {"first": "First token of a message", "after_open": "After <tool_call>", "close": "After a call's closing brace", "end": "End of a response"}
 OF_UPDATE = ("kl", "entropy", "engine_gap", "clip_share", "ratio", "pg_", "grad_norm", "control/")
-NOT_SFT = ("rl", "start")     # names of phases and evaluations
-NOT_AN_ABLATION = ("seed", "out", "fresh", "save_every", "kv_gib", "sleep", "checkpointing", "save_rollouts")
+NOT_AN_ABLATION = ("seed", "out", "fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row", "save_rollouts")
 plt.rcParams.update({
     "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10, "axes.titlelocation": "left",
     "axes.grid": True, "grid.color": "#eeeeee", "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8,
@@ -71,11 +72,13 @@ def number(value):
 
 
 def read_run(folder):
-    """A run as a namespace: steps {step: line}, evals {(phase, name): {split: line}}, config, events, phases, alarms."""
+    """A run as a namespace: steps {step: line}, evals {(step, its number at this step): (name, {split: line})}, config, events,
+    phases, alarms."""
     if not os.path.isfile(path := os.path.join(folder, "metrics.jsonl")):
         fail(f"{folder} has no metrics.jsonl: not a run" if os.path.isdir(folder) else f"no such directory: {folder}")
     name = os.path.basename(os.path.abspath(folder))
-    run = SimpleNamespace(folder=folder, name=name, config={}, steps={}, evals=collections.defaultdict(dict), events=[])
+    run = SimpleNamespace(folder=folder, name=name, config={}, steps={}, evals={}, events=[])
+    evals, at = collections.defaultdict(dict), collections.Counter()
     for line in map(parse_line, open(path, encoding="utf-8", errors="replace")):
         kind, step = line.pop("kind", None), number(line.get("step"))
         if kind == "config":
@@ -87,7 +90,11 @@ def read_run(folder):
             run.steps[int(step)] = {k: v for k, v in line.items() if not (flat and k.startswith(OF_UPDATE))}
         elif kind == "eval" and step >= 0 and isinstance(line.get("table"), dict):
             line["table"] = {k: e for k, e in line["table"].items() if isinstance(e, list) and len(e) == 5}
-            run.evals[str(line.get("phase")), str(line.get("name"))][str(line.get("split"))] = line
+            evals[str(line.get("phase")), str(line.get("name"))][str(line.get("split"))] = line
+    for (_, name), splits in evals.items():     # after an RL round: number 0; after an SFT phase at the same step: 1
+        step = int(next(iter(splits.values()))["step"])
+        run.evals[step, at[step]] = name, splits
+        at[step] += 1
     if not (run.steps or run.evals):
         fail(f"{folder} has nothing to plot yet: no RL step and no evaluation in its metrics.jsonl")
     of = lambda event: [(str(e.get("name")), number(e["step"])) for e in run.events
@@ -96,16 +103,15 @@ def read_run(folder):
     return run
 
 
-def group_runs(runs, labels):
-    """Runs -> curves [namespace(label, runs, colour)]. Runs with one label, or that differ in the seed only, are seeds."""
+def group_runs(runs, labels, smooth=1):
+    """Runs -> curves [namespace(label, runs, colour, smooth)]. Runs with one label, or that differ in the seed only, are seeds."""
     groups = collections.defaultdict(list)
     for k, run in enumerate(runs):
         flags = json.dumps({a: b for a, b in run.config.items() if a not in NOT_AN_ABLATION}, sort_keys=True)
         groups[labels[k] if labels else flags if run.config else run.folder].append(run)
-    shared = lambda g: len(g) > 1 and re.sub(r"\W*(seed)?\W*$", "", os.path.commonprefix([run.name for run in g])) or g[0].name
+    shared = lambda g: len(g) > 1 and re.sub(r"\W*(seed\d*)?\W*$", "", os.path.commonprefix([run.name for run in g])) or g[0].name
     names = [(key if labels else shared(g)) + (f" ({len(g)} seeds)" if len(g) > 1 else "") for key, g in groups.items()]
-    colours = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "black", "grey") * len(runs)
-    return [SimpleNamespace(label=n, runs=g, colour=c) for n, g, c in zip(names, groups.values(), colours)]
+    return [SimpleNamespace(label=n, runs=g, colour=c, smooth=smooth) for n, g, c in zip(names, groups.values(), COLOURS * len(runs))]
 
 
 def series(group, key):
@@ -116,82 +122,75 @@ def series(group, key):
 
 
 def evaluations(group, key, split):
-    """(names, points [N, 4]: step, rate, low, high). One run: the evaluation's interval; seeds: mean, min and max."""
+    """(places as in run.evals, points [N, 3]: rate, low, high). One run: the evaluation's interval; seeds: mean, min and max."""
     found = collections.defaultdict(list)
     for run in group.runs:
-        for at, splits in run.evals.items():
+        for place, (_, splits) in run.evals.items():
             if split in splits and key in splits[split]["table"]:
-                found[at].append([number(v) for v in (splits[split]["step"], *splits[split]["table"][key][2:])])
-    over_seeds = lambda f: (f[0][0], np.mean(f, 0)[1], np.min(f, 0)[1], np.max(f, 0)[1])
-    rows = [f[0] if len(f) == 1 else over_seeds(f) for f in found.values()]
-    return [name for _, name in found], np.array(rows).reshape(-1, 4)
+                found[place].append([number(v) for v in splits[split]["table"][key][2:]])
+    rows = [f[0] if len(f) == 1 else (np.mean(f, 0)[0], np.min(f, 0)[0], np.max(f, 0)[0]) for f in found.values()]
+    return list(found), np.array(rows).reshape(-1, 3)
 
 
 # --- panels: each draws on `ax` and returns whether there was something to draw -----------------------------------------
 
 def dress(ax, groups, title, ylabel):
-    """Title, labels, legend, phases and alarms of a panel over RL steps, with room for their names at the top."""
+    """Title, labels, phases and alarms of a panel over RL steps, with room for their names at the top."""
     steps = [s for g in groups for s in series(g, "")[0]]
+    plan, alarms = groups[0].runs[0].phases, sorted((s, g.colour) for g in groups for run in g.runs for s in run.alarms)
+    if not all(g.runs[0].phases == plan for g in groups):
+        plan = []       # one picture has no place for several plans; the lines break at their borders
     low, high, a, b = min(steps), max(steps), *ax.get_ylim()
-    em = 0.02 * (high - low + 1)
+    em, room = 0.02 * (high - low + 1), 0.24 if plan or alarms else 0.03
+    if share := ylabel.startswith(("share", "mean probability")):
+        a, b = (1e-6, 1) if ax.get_yscale() == "log" else (-0.03 * b, b)
+        ax.minorticks_off()
     ax.set(title=title, ylabel=ylabel, xlabel="RL step", xlim=(low - 0.8 - em, high + 0.8 + em),
-           ylim=(a, b * (b / a) ** 0.18 if ax.get_yscale() == "log" else b + 0.18 * (b - a)))
+           ylim=(a, b * (b / a) ** room if ax.get_yscale() == "log" else b + room * (b - a)))
     ax.xaxis.get_major_locator().set_params(integer=True)
-    if ylabel.startswith(("share", "mean probability")):
-        ax.set_yticks([t for t in ax.get_yticks() if a <= t < 1.01])
+    if share:
+        ax.set_yticks([t for t in ax.get_yticks() if max(a, 0) <= t < 1.01])
     note = dict(transform=ax.get_xaxis_transform(), va="top", fontsize=7)
-    plan = groups[0].runs[0].phases
-    if all(g.runs[0].phases == plan for g in groups):      # otherwise one picture has no place for all the plans
-        rounds = [p for p in plan if p[0].startswith(NOT_SFT)]
-        for k, ((name, start), end) in enumerate(zip(rounds, [s for _, s in rounds[1:]] + [high + 1])):
-            ax.axvspan(start - 0.5, end - 0.5, color="#f3f3f3" if k % 2 else "white", lw=0, zorder=0)
-            ax.text((start + end - 1) / 2, 0.99, name, ha="center", color="#777777", **note)
-        for name, start in [p for p in plan if p not in rounds]:
-            ax.axvline(start - 0.5, lw=4, alpha=0.4, color=GREEN, zorder=1)
-            ax.text(start - 0.5 + em, 0.99, name, rotation=90, color=GREEN, **note)
-    for g, step in [(g, s) for g in groups for run in g.runs for s in run.alarms]:
-        ax.axvline(step, ls=(0, (2, 2)), lw=1.2, color="black" if len(groups) == 1 else g.colour)
-        ax.text(step - em / 4, 0.99, "alarm", rotation=90, ha="right", **note)
-    if len(ax.get_legend_handles_labels()[1]) > 1:
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, columnspacing=1.2, handlelength=1.6)
+    rounds = [p for p in plan if p[0].startswith("rl")]
+    for k, ((name, start), end) in enumerate(zip(rounds, [s for _, s in rounds[1:]] + [high + 1])):
+        ax.axvspan(start - 0.5, end - 0.5, color="#f3f3f3" if k % 2 else "white", lw=0, zorder=0)
+        ax.text((start + end - 1) / 2, 0.99, name, ha="center", color="#777777", **note)
+    for name, start in [p for p in plan if p not in rounds]:
+        ax.axvline(start - 0.5, lw=4, alpha=0.4, color=GREEN, zorder=1)
+        ax.text(start - 0.5 + em, 0.99, name, rotation=90, color=GREEN, **note)
+    named = []
+    for step, colour in alarms:
+        ax.axvline(step, ls=(0, (2, 2)), lw=1.2, color="black" if len(groups) == 1 else colour)
+        if all(abs(step - other) > 2 * em for other in named):      # seeds ring beside one another
+            ax.text(step - em / 4, 0.99, "alarm", rotation=90, ha="right", **note)
+            named.append(step)
+
+
+def smoothed(y, n):
+    """The mean of up to n steps around each; gaps stay gaps."""
+    y = y.filled(np.nan)
+    return [np.nanmean(y[max(i - n // 2, 0): i + n // 2 + 1]) if np.isfinite(y[i]) else np.nan for i in range(len(y))]
 
 
 def draw_line(ax, group, key, label, colour, style="-", log=False):
+    """A line per RL round: the reference, the optimizer and the weights change between them. Smoothed, it leaves the points where they are."""
     x, values = series(group, key)
+    mean, low, high = values.mean(0), values.min(0), values.max(0)
     if log:     # rounding noise and exact zeros have no place on a log axis
-        values = np.ma.masked_less(values, 1e-6)
+        mean, low = np.ma.masked_less(mean, 1e-6), np.ma.maximum(low, 1e-6)
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if ax.get_ylim()[1] < 10 * ax.get_ylim()[0] else "")
-    if values.count():
-        ax.plot(x, values.mean(0), style, color=colour, lw=1.5, marker=".", ms=4 if len(x) < 60 else 1, label=label)
+    borders = sorted({int(s - x[0]) for run in group.runs for _, s in run.phases if x[0] < s <= x[-1]})
+    for piece in map(slice, [0, *borders], [*borders, len(x)]) if mean.count() else ():
+        dots = dict(marker=".", ms=4 if len(x) < 60 else 2, color=colour)
+        if group.smooth > 1:
+            ax.plot(x[piece], mean[piece], ls="", alpha=0.4, **dots)
+            dots["marker"] = ""
+        ax.plot(x[piece], smoothed(mean[piece], group.smooth), style, lw=1.5 if len(x) < 60 else 0.9, label=None if piece.start else label, **dots)
         if len(group.runs) > 1:
-            ax.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.18, lw=0)
-    return values.count() > 0
-
-
-def draw_points(ax, x, points, **style):
-    """Rates with their intervals; points [N, 4] as from `evaluations`."""
-    _, y, low, high = points.T
-    bars = np.maximum([y - low, high - y], 0)
-    ax.errorbar(x, y, bars, fmt="o", ms=4.5, lw=1.2, capsize=2, zorder=3, **style)
-
-
-def panel_reward(ax, groups):
-    """Success of the sampled rollouts as lines, greedy evaluations on the held-out tasks as points with intervals."""
-    for g in groups:
-        labels, dotted = ("official", "strict", "official, test tasks"), ORANGE
-        if len(groups) > 1:
-            labels, dotted = (g.label, None, None), g.colour
-        draw_line(ax, g, "success/official", labels[0], g.colour)
-        draw_line(ax, g, "success/strict", labels[1], dotted, ":")
-        names, points = evaluations(g, "all official", "test")
-        side = 0.25 + 0.01 * len(series(g, "")[0])
-        x = [s - 0.5 + (-side if n.startswith(NOT_SFT) else side) for n, s in zip(names, points[:, 0])]
-        draw_points(ax, x, points, color=g.colour, mec="white", label=labels[2])
-    ax.set_ylim(-0.03, 1.03)
-    dress(ax, groups, "Success", "share of episodes")
-    return True
+            ax.fill_between(x[piece], low[piece], high[piece], color=colour, alpha=0.18, lw=0)
+    return mean.count() > 0
 
 
 def panel_stack(ax, group, colours, title, ylabel):
@@ -202,75 +201,100 @@ def panel_stack(ax, group, colours, title, ylabel):
     edges = np.stack([x - 0.5, x + 0.5], 1).ravel()                                         # [2 S]
     for (key, colour), low, high in zip(colours.items(), tops.repeat(2, 1), tops.repeat(2, 1)[1:]):
         ax.fill_between(edges, low, high, color=colour, lw=0, label=key.split("/")[1].removesuffix("_s"))
-    ax.set_ylim(0)
     dress(ax, [group], title, ylabel)
+    ax.set_ylim(0)
     return not np.isnan(parts).all()
 
 
 def panel_lines(ax, groups, lines, title, ylabel, log=False):
-    """`lines`: {key: (label, colour)}; several groups are told apart by their own label and colour."""
-    drawn = [draw_line(ax, g, key, *((g.label, g.colour) if len(groups) > 1 else line), log=log)
-             for g in groups for key, line in lines.items()]
+    """`lines`: {key: (label, colour, style)}. Several groups are told apart by their own label and colour: only the first key is drawn."""
+    if len(groups) > 1:
+        drawn = [draw_line(ax, g, next(iter(lines)), g.label, g.colour, log=log) for g in groups]
+    else:
+        drawn = [draw_line(ax, groups[0], key, *line, log=log) for key, line in lines.items()]
     dress(ax, groups, title, ylabel)
     return any(drawn)
 
 
-def panel_category(ax, groups, category):
+def panel_category(ax, groups, category, splits):
     """Success at each evaluation: filled points are test tasks, hollow ones train tasks (sampled if the run has --eval_samples)."""
-    order = list(dict.fromkeys(name for g in groups for run in g.runs for _, name in run.evals))
-    for k, (g, split) in enumerate((g, split) for g in groups for split in ("train", "test")):
-        names, points = evaluations(g, f"{category} official", split)
-        x = [order.index(n) + 0.3 * (k + 0.5) / len(groups) - 0.3 for n in names]
-        how = "sampled" if split == "train" and g.runs[0].config.get("eval_samples") else "greedy"
-        label = f"{split}, {how}" if len(groups) == 1 else g.label if split == "test" else None
-        draw_points(ax, x, points, color=g.colour, mfc=g.colour if split == "test" else "white", label=label)
-    ax.set(title=f"Success: {category}", ylabel="share of episodes", ylim=(-0.03, 1.03), xlim=(-0.6, len(order) - 0.4))
-    ax.set_xticks(range(len(order)), order, rotation=45, ha="right", rotation_mode="anchor")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2)
+    plans = [{place: name for run in g.runs for place, (name, _) in run.evals.items()} for g in groups]
+    order, top = sorted(set().union(*plans)), 0.1
+    text = [plans[0][place] if all(p == plans[0] for p in plans) else f"step {place[0]}" + ", SFT" * (place[1] > 0) for place in order]
+    how = {s: "sampled" if s == "train" and groups[0].runs[0].config.get("eval_samples") else "greedy" for s in splits}
+    curves = [(g, s) for g in groups for s in splits]
+    for k, (g, split) in enumerate(curves):
+        places, points = evaluations(g, f"{category} official", split)
+        y, low, high = points.T
+        x = [order.index(place) + 0.7 * ((k + 0.5) / len(curves) - 0.5) for place in places]
+        ax.errorbar(x, y, np.maximum([y - low, high - y], 0), fmt="o", ms=4.5, lw=1.2, capsize=2, color=g.colour,
+                    mfc=g.colour if split == "test" else "white", label=f"{split}, {how[split]}" if len(groups) == 1 else g.label)
+        top = max(top, *high, 0)
+    for k in range(0, len(order), 2):
+        ax.axvspan(k - 0.5, k + 0.5, color="#f3f3f3", lw=0, zorder=0)
+    ax.set(title=f"Success: {category}" + (f", {splits[0]} tasks, {how[splits[0]]}" if len(splits) == 1 else ""), ylabel="share of episodes",
+           ylim=(-0.03 * top, 1.05 * top), xlim=(-0.6, len(order) - 0.4))
+    ax.set_xticks(range(len(order)), text, rotation=45, ha="right", rotation_mode="anchor")
+    ax.grid(axis="x", visible=False)
     return bool(order)
+
+
+def draw_figure(panels, columns, own_keys):
+    """`panels`: [(function, *arguments)]. One key for all of them below the figure, or one below each."""
+    fig, keys = plt.figure(figsize=(4.3, 3.2), layout="constrained"), {}
+    for draw, *args in panels:
+        if not draw(ax := fig.add_subplot(), *args):
+            ax.remove()
+    columns = min(columns, max(len(fig.axes), 1))
+    grid = fig.add_gridspec(max(math.ceil(len(fig.axes) / columns), 1), columns)
+    fig.set_size_inches(7 if columns == 1 else 4.3 * columns, 3.2 * grid.nrows)
+    for k, ax in enumerate(fig.axes):
+        ax.set_subplotspec(grid[divmod(k, columns)])
+        handles, labels = ax.get_legend_handles_labels()
+        keys |= {label: h for h, label in zip(handles, labels) if label not in keys}
+        if own_keys and len(labels) > 1:
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), ncols=4, columnspacing=0.9, handlelength=1.3)
+    if len(keys) > 1 and not own_keys:
+        fig.legend(keys.values(), keys, loc="outside lower center", ncols=max(int(14 * fig.get_figwidth() / (max(map(len, keys)) + 6)), 1))
+    return fig
 
 
 def make_figures(groups, out):
     """Write the PNG files; returns {name: (bytes, caption)}. A figure whose data no run has is left out."""
     one, bars = len(groups) == 1, "95 % intervals (seeds: min to max)"
-    title = lambda text, g: text if one else f"{text}: {g.label}"
-    rates = dict.fromkeys(key.removesuffix(" official") for g in groups for run in g.runs for e in run.evals.values()
-                          for line in e.values() for key in line["table"] if key.endswith(" official"))
-    shades = (BLUE, RED, ORANGE)
-    # Several runs are told apart by their colour, so that each panel has room for one key, the first.
-    lines = lambda keys, *texts: (panel_lines, groups, {k: (label, c) for (k, label), c in zip([*keys.items()][: 3 if one else 1], shades)}, *texts)
-    reward, success = (panel_reward, groups), (panel_category, groups, "all")
-    kl = lines({"kl": "all tokens", "kl_control": "control tokens", "kl_rest": "the rest"}, "KL to the reference", "nats per token", True)
-    gradient = lines({"pg_loss": "all tokens", "pg_control": "control tokens", "pg_rest": "the rest"}, "Policy-gradient loss", "per token")
-    entropy = lines({"entropy": None}, "Entropy", "nats per token")
-    health = [lines({key: None}, text, "share of " + of) for key, text, of in (
+    rates = dict.fromkeys(key.removesuffix(" official") for g in groups for run in g.runs for _, splits in run.evals.values()
+                          for line in splits.values() for key in line["table"] if key.endswith(" official"))
+    title = lambda text, g: text if one else f"{text}\n{g.label}"
+    lines = lambda keys, *texts: (panel_lines, groups, {keys: (None, BLUE)} if isinstance(keys, str) else keys, *texts)
+    split = lambda key: {key: ("all tokens", BLUE), key.split("_")[0] + "_control": ("control tokens", RED), key.split("_")[0] + "_rest": ("the rest", ORANGE)}
+    official, strict = {"success/official": ("official", BLUE)}, {"success/strict": ("strict", ORANGE, ":")}
+    reward = [lines(official | strict, "Success of rollouts", "share of episodes"), lines(strict, "Success of rollouts, strict", "share of episodes")][: 1 if one else 2]
+    success = lambda category: [(panel_category, groups, category, splits) for splits in ([("train", "test")] if one else [("test",), ("train",)])]
+    kl = lines(split("kl"), "KL to the reference", "nats per token", True)
+    gradient = lines(split("pg_loss"), "Policy-gradient loss", "per token")
+    entropy = lines("entropy", "Entropy", "nats per token")
+    health = [lines(key, text, "share of " + of) for key, text, of in (
         ("finish/length", "Cut by length", "episodes"), ("structure/malformed", "Malformed calls", "messages"), ("structure/repeated", "Repeats", "messages"))]
     states = [(panel_stack, g, STATES, title("Messages", g), "share of messages") for g in groups]
     times = [(panel_stack, g, TIMES, title("Time of a step", g), "seconds") for g in groups]
-    control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g),
-                "mean probability", True) for g in groups
-               for slot, text in SLOTS.items()]
+    control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g), "mean probability", True)
+               for g in groups for slot, text in SLOTS.items()]
     early = [states[0], control[0]] if one else [
-        lines({"structure/collapsed": None}, "Collapsed messages", "share of messages"),
-        lines({"control/first/<|im_end|>": None}, "<|im_end|> as first token", "mean probability", True)]
-    plan = {    # file: (panels, caption)
-        "overview": ([reward, *early, kl, entropy, success], f"Points: {bars}. Dotted: strict. Green: SFT. Dashed: alarm. Hollow: train tasks."),
-        "reward": ([reward], f"Lines: sampled training rollouts, dotted: strict. Points: greedy, on held-out tasks; {bars}."),
-        "structure": (states, "Every message of every rollout is in one of four states; blue is healthy."),
-        "control": (control, "Probability of control tokens where the protocol is decided (log scale)."),
-        "kl_entropy": ([kl, gradient, entropy], "Steps whose groups were all flat have no update and no value."),
-        "health": (health, "What the alarm looks at beside structure, control tokens, KL and entropy."),
-        "categories": ([(panel_category, groups, c) for c in rates], f"{bars}. Hollow: the tasks that were trained on, sampled where the run has --eval_samples."),
-        "times": (times, "Wall time of each RL step."),
+        lines("structure/collapsed", "Collapsed messages", "share of messages"),
+        lines("control/first/<|im_end|>", "<|im_end|> as first token", "mean probability", True)]
+    plan = {    # file: (panels, columns, caption)
+        "overview": ([reward[0], *early, kl, entropy, success("all")[0]], 3, f"Points: {bars}, hollow: train tasks. Dotted: strict. Green: SFT. Dashed: alarm."),
+        "reward": (reward + success("all"), 2, f"Lines: sampled training rollouts. Points: evaluations, {bars}, hollow: train tasks."),
+        "structure": (states, 3, "Every message of every rollout is in one of four states; blue is healthy."),
+        "control": (control, 2 if one else 4, "Probability of control tokens where the protocol is decided (log scale; what is below 1e-6 is not drawn)."),
+        "kl_entropy": ([kl, gradient, entropy], 3, "Steps whose groups were all flat have no update and no value."),
+        "health": (health, 3, "What the alarm looks at beside structure, control tokens, KL and entropy."),
+        "categories": ([p for c in rates for p in success(c)], 3 if one else 2, f"{bars}. Hollow: the tasks that were trained on, sampled where the run has --eval_samples."),
+        "times": (times, 3, "Wall time of each RL step."),
     }
     figures = {}
-    for name, (panels, caption) in plan.items():
-        columns = {0: 1, 1: 1, 2: 2, 4: 2}.get(len(panels), 3)
-        rows = max(math.ceil(len(panels) / columns), 1)
-        fig = plt.figure(figsize=(7 if columns == 1 else 4.3 * columns, 3.4 * rows), layout="constrained")
-        for k, (draw, *args) in enumerate(panels, 1):
-            if not draw(ax := fig.add_subplot(rows, columns, k), *args):
-                ax.remove()
+    for name, (panels, columns, caption) in plan.items():
+        fig = draw_figure(panels, columns, own_keys=one and name == "overview")     # whose panels have no key in common
         if fig.axes:
             fig.savefig(path := os.path.join(out, f"{name}.png"))
             figures[name] = open(path, "rb").read(), caption
@@ -294,11 +318,19 @@ def evenly(items, n):
     return items if len(items) <= n else [items[round(k * (len(items) - 1) / max(n - 1, 1))] for k in range(n)]
 
 
+def find_rollouts(run):
+    """Files of the trajectories of the run's steps, from the folder that its config names; notes it when there are none."""
+    named = run.config.get("save_rollouts")     # as grpo.rollouts_folder; older runs have a bool
+    folder = named if named and isinstance(named, str) else os.path.join(run.folder, "rollouts")
+    paths = sorted(glob.glob(f"{glob.escape(folder)}/*.jsonl"))
+    run.note = "" if paths or not run.steps else f"{run.name}: no trajectories of its RL steps: " + ("it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}")
+    return paths
+
+
 def sample_records(run, most):
     """Yield at most `most` records, spread over the steps (an alarm's is among them) and the evaluations."""
-    sources, folder = collections.defaultdict(list), glob.escape(run.folder)
-    played = sorted(glob.glob(f"{folder}/eval/*.jsonl"), key=os.path.getmtime)
-    for path in sorted(glob.glob(f"{folder}/rollouts/*.jsonl")) + played:
+    sources = collections.defaultdict(list)
+    for path in find_rollouts(run) + sorted(glob.glob(f"{glob.escape(run.folder)}/eval/*.jsonl"), key=os.path.getmtime):
         name, *split = os.path.basename(path).split(".")
         sources[f"step {int(name)}" if name.isdigit() else f"after {name}, {split[0]}"].append(path)
     wanted = evenly(list(sources), 30) + [f"step {s:g}" for s in run.alarms]
@@ -374,7 +406,7 @@ for (const where of new Set(data.records.map(r => r.where))) {
 }
 page("which").onchange = e => location.hash = encodeURIComponent(e.target.value);
 onhashchange = () => chosen() && show(chosen());
-data.records.length ? show(chosen() || data.records[0]) : add(page("trajectory"), "p", "No rollouts were saved.");
+data.records.length ? show(chosen() || data.records[0]) : add(page("trajectory"), "p", "No trajectories.");
 """
 CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -396,20 +428,26 @@ def table(head, rows):
     return "<table>" + "".join(f"<tr>{''.join(cell(tag, v) for v in row)}</tr>" for tag, row in lines) + "</table>"
 
 
+def rate_text(entry):
+    return "{}/{} = {:.1f} % [{:.1f}, {:.1f}]".format(*entry[:2], *(100 * number(v) for v in entry[2:]))
+
+
 def ood_table(path):
     """The columns of a tools/ood.py table."""
-    rows = json.load(open(path, encoding="utf-8"))["rows"]
-    text = lambda c: "{}/{} = {:.1f} % [{:.1f}, {:.1f}]".format(*c[:2], *(100 * number(v) for v in c[2:])) if c[1] else ""
-    return table(["checkpoint", *next(iter(rows.values()))["columns"]], [[name, *map(text, r["columns"].values())] for name, r in rows.items()])
+    try:
+        rows = json.load(open(path, encoding="utf-8"))["rows"]
+        return table(["checkpoint", *next(iter(rows.values()))["columns"]],
+                     [[name, *(rate_text(c) if c[1] else "" for c in r["columns"].values())] for name, r in rows.items()])
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        fail(f"{path} is not a table of tools/ood.py")
 
 
-def write_report(path, title, runs, figures, data, ood=""):
+def write_report(path, title, runs, figures, data, ood):
     rates = collections.defaultdict(dict)
-    for at, splits in [((run.name, name), e) for run in runs for (_, name), e in run.evals.items()]:
-        for split, key, (k, n, *three) in [(s, *e) for s, line in splits.items() for e in line["table"].items()]:
+    for at, splits in [((run.name, name), e) for run in runs for name, e in run.evals.values()]:
+        for split, key, entry in [(s, *e) for s, line in splits.items() for e in line["table"].items()]:
             category, _, score = key.partition(" ")
-            three = [100 * number(v) for v in three]
-            rates[(*at, split, category)][score] = "{}/{} = {:.1f} % [{:.1f}, {:.1f}]".format(k, n, *three)
+            rates[(*at, split, category)][score] = rate_text(entry)
     scores = dict.fromkeys(score for row in rates.values() for score in row)
     rates = [[*at, *(row.get(score, "") for score in scores)] for at, row in rates.items()]
     checks = [(run.name, s, name, f"{number(c.get('value')):.4g}", "PASS" if c.get("pass") else "FAIL") for run in runs
@@ -423,9 +461,10 @@ def write_report(path, title, runs, figures, data, ood=""):
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")     # no '</script>', no '<!--'
     own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
-    viewer = f'<p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
-    sections = {"Evaluations": table(["run", "after", "tasks", "category", *scores], rates), **({"Out of distribution": ood_table(ood)} if ood else {}), "Trajectories": viewer,
-                "Figures": "".join(pictures[1:]),
+    notes = "".join(f"<p>{html.escape(run.note)}</p>" for run in runs if run.note)
+    viewer = f'{notes}<p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
+    sections = {"Evaluations": table(["run", "after", "tasks", "category", *scores], rates), "Out of distribution": ood,
+                "Trajectories": viewer, "Figures": "".join(pictures[1:]),
                 "Checklist of each round's first step": table(["run", "RL step", "check", "value", ""], checks),
                 "Events": table(["run", "RL step", "event", ""], events),
                 "Flags": table(["flag", *(run.name for run in runs)], flags)}
@@ -433,7 +472,7 @@ def write_report(path, title, runs, figures, data, ood=""):
         f.write('<!DOCTYPE html><html lang="en"><meta charset="utf-8">'
                 f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
                 f"<title>{html.escape(title)}</title><style>{CSS}</style><h1>{html.escape(title)}</h1>" + "".join(pictures[:1])
-                + "".join(f"<h2>{name}</h2>{body}" for name, body in sections.items())
+                + "".join(f"<h2>{name}</h2>{body}" for name, body in sections.items() if body)
                 + f'<script type="application/json" id="data">{data}</script><script>{SCRIPT}</script></html>\n')
 
 
@@ -445,6 +484,7 @@ def main():
     parser.add_argument("--tokenizer", help="folder with a tokenizer.json; default: the run's own")
     parser.add_argument("--max_trajectories", type=int, default=200, help="in the report")
     parser.add_argument("--ood", metavar="JSON", help="a table of tools/ood.py, for the report")
+    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="lines are means over N steps; the points stay where they are")
     args = parser.parse_args()
     if args.label and len(args.label) != len(args.runs):
         fail(f"{len(args.label)} labels for {len(args.runs)} runs: give one for each")
@@ -452,7 +492,8 @@ def main():
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = run.folder
-    groups, data = group_runs(runs, args.label), {"records": [], "vocab": []}
+    groups, data = group_runs(runs, args.label, args.smooth), {"records": [], "vocab": []}
+    ood = ood_table(args.ood) if args.ood else ""
     for k, run in enumerate(runs):
         tokenizer = find_tokenizer(run, args.tokenizer)
         records = [r | {"run": k} for r in sample_records(run, args.max_trajectories // len(runs))]
@@ -464,11 +505,10 @@ def main():
     try:
         os.makedirs(out, exist_ok=True)
         figures = make_figures(groups, out)
-        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, args.ood)
+        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, ood)
     except OSError as e:
         fail(f"cannot write to {out}: {e}")
-    except (ValueError, KeyError, TypeError, StopIteration):
-        fail(f"{args.ood} is not a table of tools/ood.py")
+    print(*(f"{run.note}\n" for run in runs if run.note), sep="", end="")
     print(f"wrote {', '.join(f'{name}.png' for name in figures)}, report.html to {out} ({len(data['records'])} trajectories)")
 
 
