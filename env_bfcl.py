@@ -25,7 +25,6 @@ import functools
 import hashlib
 import inspect
 import json
-import pickle
 import random
 import re
 import time
@@ -310,18 +309,15 @@ def tool_message(results):
 
 def make_simulators(task):
     """Fresh simulators in the task's initial state: {class name: object}."""
-    return {name: pickle.loads(_simulator(name, pickle.dumps(task.initial_config.get(name, {})), task.long_context)) for name in task.involved_classes}
-
-
-@functools.lru_cache(maxsize=4096)
-def _simulator(name, config, long_context):
-    """A simulator as bytes: a group and the reward need 16 of each, and pickle copies five times as fast as deepcopy."""
-    simulator = CLASSES[name]()
-    if name != "MathAPI":  # stateless
-        simulator._load_scenario(pickle.loads(config), long_context=long_context)
-    # long_context puts module-level dicts of cards and bookings into the state without a copy: one booking would
-    # change the balance that every later environment sees.
-    return pickle.dumps(simulator)
+    simulators = {}
+    for name in task.involved_classes:
+        simulator = CLASSES[name]()
+        if name != "MathAPI":  # stateless
+            simulator._load_scenario(copy.deepcopy(task.initial_config.get(name, {})), long_context=task.long_context)
+        # long_context puts module-level dicts of cards and bookings into the state without a copy: one booking would
+        # change the balance that every later environment sees.
+        simulators[name] = copy.deepcopy(simulator)
+    return simulators
 
 
 def execute(simulators, call, allowed):

@@ -1424,6 +1424,74 @@ def random_forest(seed, vocab=4000):
     return out
 
 
+def plain_kernels():
+    """grpo._kernels in plain operations, as the formulas of FlashAttention have them: P = exp(S - lse), whatever lse is."""
+    def pieces(q, k, cu_q, cu_k, causal, scale):
+        for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):
+            scores = torch.einsum("qhd,khd->hqk", q[a:b], k[c:d]) * scale
+            yield a, b, c, d, scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), float("-inf")) if causal else scores
+
+    def forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale):
+        assert max_q >= max(cu_q.diff()) and max_k == max(cu_k.diff())
+        k, v, out, lse = (*(x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v)), torch.empty_like(q), q.new_empty(q.shape[1], len(q)))
+        for a, b, c, d, scores in pieces(q, k, cu_q, cu_k, causal, scale):
+            out[a:b], lse[:, a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[c:d]), scores.logsumexp(-1)
+        return out, lse
+
+    def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, causal, scale):
+        repeat = q.shape[1] // k.shape[1]
+        wide_k, wide_v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+        for a, b, c, d, scores in pieces(q, wide_k, cu_q, cu_k, causal, scale):
+            p = (scores - lse[:, a:b, None]).exp()
+            ds = p * (torch.einsum("qhd,khd->hqk", grad[a:b], wide_v[c:d]) - (grad[a:b] * out[a:b]).sum(-1).T[..., None]) * scale
+            dq[a:b] += torch.einsum("hqk,khd->qhd", ds, wide_k[c:d])
+            dk[c:d] += torch.einsum("hqk,qhd->khd", ds, q[a:b])
+            dv[c:d] += torch.einsum("hqk,qhd->khd", p, grad[a:b])
+        return dq, *(x.unflatten(1, (-1, repeat)).sum(2) for x in (dk, dv))
+
+    return forward, backward
+
+
+@pytest.mark.parametrize("segments", [
+    [(0, 50, ()), (50, 63, ((0, 50),)), (63, 64, ((0, 50),)), (64, 90, ((0, 50),))],                                                # one group, one token
+    [(0, 30, ()), (30, 34, ((0, 30),)), (34, 50, ((0, 30), (30, 34))), (50, 57, ((0, 30),)), (57, 58, ()), (58, 70, ()), (70, 80, ((58, 70),))],
+    "forest"], ids=["group", "two levels, two trees, a loner", "packed"])
+def test_attention_by_merged_parts_equals_one_softmax_per_segment(segments, monkeypatch):
+    """What runs on CUDA, with plain kernels in float64: output and all gradients, against SDPA over each segment's whole past."""
+    monkeypatch.setattr(grpo, "_kernels", plain_kernels)
+    segments = grpo.pack(random_forest(2))[0].segments if segments == "forest" else segments
+    torch.manual_seed(0)
+    row, tokens = types.SimpleNamespace(segments=segments), segments[-1][1]
+    q, k, v = (torch.randn(1, heads, tokens, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    grad = torch.randn(1, tokens, 4, 16, dtype=torch.float64)
+    expected, _ = grpo._tree_attention(None, q, k, v, None, scaling=0.3, row=row)
+    got = grpo.TreeAttention.apply(*(x[0].transpose(0, 1) for x in (q, k, v)), grpo.tree_calls(segments, "cpu"), 0.3)[None]
+    assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad)):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12) and a.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("how", ["full", "mlp", "none", "mlp compiled"])
+def test_what_is_recomputed_or_compiled_changes_no_gradient(tiny, tokenizer, how):
+    row = grpo.pack(random_forest(4, 2000))[0]
+
+    def gradient(checkpointing, compiled=False):
+        torch._dynamo.reset()
+        learner = grpo.make_learner(tiny, tokenizer, checkpointing, compiled)
+        calls = []
+        for layer in learner.model.model.layers:
+            layer.mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1)) if not compiled else None
+        logp, _ = grpo.packed_logprobs(learner.model, row)
+        logp.sum().backward()
+        return {n: p.grad for n, p in learner.model.named_parameters()}, len(calls) // len(learner.model.model.layers)
+
+    (expected, once), (got, times) = gradient("none"), gradient(how.split()[0], "compiled" in how)
+    assert once == 1 and ("compiled" in how or times == (1 if how == "none" else 2))      # it is really recomputed
+    for name, g in expected.items():
+        assert (got[name] - g).norm() <= (1e-5 if "compiled" in how else 1e-6) * g.norm(), name
+
+
 def assert_row_is_exact(row, trajectories):
     """Every trained token is predicted from exactly the tokens before it, at their positions."""
     owner = {}
