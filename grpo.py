@@ -42,6 +42,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -512,6 +513,20 @@ def token_logprobs(learner, rows, temperature):
         return {key: x for row in rows for key, x in zip(row.trained, packed_logprobs(learner.model, row, temperature)[0].tolist())}
 
 
+def share(learner, trajectories, tokens_per_row):
+    """Places of this rank's part of `trajectories`, which every rank holds: their rows, the longest first, each to the rank
+    with the fewest tokens so far. So no rank waits for the one whose tasks have the longest dialogues."""
+    world, mine = learner.accelerator.num_processes, []
+    tokens = sum(len(row.ids) for row in pack(trajectories, 10**12))
+    loads = [0] * world
+    for row in sorted(pack(trajectories, min(tokens_per_row, -(-tokens // world))), key=lambda row: -len(row.ids)):
+        rank = loads.index(min(loads))
+        loads[rank] += len(row.ids)
+        if rank == learner.accelerator.process_index:
+            mine += {i for i, _ in row.trained}
+    return sorted(mine)
+
+
 def update(learner, trajectories, adv, config, watch=None, progress=False):
     """The updates of one GRPO step: adv[i] belongs to trajectories[i]. Returns the step's metrics.
 
@@ -524,6 +539,9 @@ def update(learner, trajectories, adv, config, watch=None, progress=False):
     size = max(config.mini_batch // learner.accelerator.num_processes, 1)
     batches = [list(groups.values())[k: k + size] for k in range(0, len(groups), size)]
     kept = [[(t, a) for g in batch if any(a for _, a in g) for t, a in g] for batch in batches]
+    if learner.accelerator.num_processes > 1:       # who played a group need not be the one who trains on it
+        kept = [gather_object(pairs) for pairs in kept]
+        kept = [[pairs[i] for i in share(learner, [t for t, _ in pairs], config.tokens_per_row)] for pairs in kept]
     packed = [pack([t for t, _ in pairs], config.tokens_per_row) for pairs in kept]
     # Before the first update the current policy is the old one; only later mini-batches need their own forward.
     old = [None] + [token_logprobs(learner, rows, config.temperature) for rows in packed[1:]]

@@ -160,6 +160,8 @@ def read_config():
         raise ValueError(f"--sft_stop_accuracy is a share, at most 1, not {config.sft_stop_accuracy}")
     if config.signal == "hint" and not 0 < config.hinted <= config.n:
         raise ValueError(f"--hinted must lie between 1 and --n {config.n}")
+    if config.load_rollouts or config.steps != GRPOConfig.steps:
+        raise ValueError(f"--{'load_rollouts' if config.load_rollouts else 'steps'} belongs to python grpo.py; here --rounds says how many steps")
     if not config.model:
         raise ValueError("give --model DIR or a --preset")
     config.out = config.out or os.path.join("runs", config.signal)

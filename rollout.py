@@ -672,7 +672,7 @@ def evaluate(engine, tokenizer, tasks, path=None, *, samples=1, temperature=0.0,
         with open(path, "rb+") as f:    # without the line that was being written when the program was killed
             f.truncate(f.read().rfind(b"\n") + 1)
         with open(path, encoding="utf-8") as f:
-            done = {(r["task_id"], r["sample"]): r for r in map(json.loads, f)}
+            done = {(r["task_id"], r["sample"]): r for r in map(json.loads, f) if not r["infra_error"]}     # those are played again
     todo = [(t, k) for t in tasks for k in range(samples) if (t.id, k) not in done]
     # Tasks with the same tools one after the other: their system prompt is then read once.
     todo.sort(key=lambda pair: env_bfcl.system_prompt(pair[0]))

@@ -369,8 +369,8 @@ def cosine_lr(config, step, total):
 
 def sft_step(learner, batch, lr, config):
     """One optimizer step on the mean negative log-probability of the batch's trained tokens. Returns its metrics."""
-    rank, world = learner.accelerator.process_index, learner.accelerator.num_processes
-    rows = grpo.pack(batch[rank::world], config.tokens_per_row)
+    mine = grpo.share(learner, batch, config.tokens_per_row) if learner.accelerator.num_processes > 1 else range(len(batch))
+    rows = grpo.pack([batch[i] for i in mine], config.tokens_per_row)
     count = grpo.across_ranks(learner, {"tokens": sum(len(r.trained) for r in rows)})["tokens"]
     for group in learner.optimizer.param_groups:
         group["lr"] = lr

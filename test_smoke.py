@@ -1143,6 +1143,14 @@ def test_evaluation_resumes_and_upstreams_checker_agrees_with_its_result_files(t
     assert len(verdicts) == len(tasks) and len(tasks) / 4 < sum(verdicts) < len(tasks)
 
 
+def test_an_evaluation_plays_again_what_the_infrastructure_lost(tokenizer, tmp_path):
+    path = str(tmp_path / "episodes.jsonl")
+    lost, = ro.evaluate(Scripted(tokenizer, [[([], "error", 1)]]), tokenizer, SMALL[:1], path)
+    again, = ro.evaluate(Scripted(tokenizer, [GOOD]), tokenizer, SMALL[:1], path)
+    kept, = ro.evaluate(Scripted(tokenizer, []), tokenizer, SMALL[:1], path)
+    assert lost["infra_error"] and not again["infra_error"] and again["reward"]["official"] == 1 and kept == again
+
+
 def test_evaluation_with_several_samples(sharp, tokenizer, tmp_path):
     engine, path = ro.make_engine("hf", sharp, tokenizer, temperature=0.3), str(tmp_path / "e.jsonl")
     settings = dict(samples=3, temperature=1.0, seed=1, max_action=8)
@@ -2131,6 +2139,19 @@ def test_two_ranks_make_the_step_of_one(sharp, tmp_path):
         assert m0[key] == pytest.approx(metrics[key], rel=1e-4), key
 
 
+def test_ranks_share_a_mini_batch_by_tokens():
+    """One group of long dialogues and many of short ones: whole groups would leave one rank with most of the work."""
+    rng = random.Random(0)
+    some = lambda n: [rng.randrange(4000) for _ in range(n)]
+    trajectories = [Trajectory(str(g), g, prompt + some(n), [0] * len(prompt) + [1] * n, [0.0] * (len(prompt) + n), len(prompt))
+                    for g, n in enumerate([900] + [40] * 11) for prompt in [some(100)] for _ in range(4)]
+    for world in (2, 3, 4):
+        ranks = [grpo.share(types.SimpleNamespace(accelerator=types.SimpleNamespace(num_processes=world, process_index=r)), trajectories, 32768) for r in range(world)]
+        assert sorted(i for mine in ranks for i in mine) == list(range(len(trajectories)))      # each once
+        tokens = [sum(len(row.ids) for row in grpo.pack([trajectories[i] for i in mine])) for mine in ranks]
+        assert max(tokens) < 1.35 * sum(tokens) / world, tokens
+
+
 # =====================================================================================================================
 # sft.py
 
@@ -2383,7 +2404,7 @@ BAD_FLAGS = [
     ("--reward dense", "official, strict or per_turn"), ("--categories base,bad", "category 'bad'"), ("--eval_categories hard", "category 'hard'"),
     ("--learning_rate 1", "--learning_rate"), ("--lr fast", "--lr"), ("--fault typo", "--fault is one of"), ("--prompts 99999", "training tasks"),
     ("--model /nowhere/at/all", "/nowhere/at/all"), ("--sft_data /nowhere.jsonl", "nowhere.jsonl"), ("--model x.gguf", "no such file"),
-    ("--engine trt", "vllm, hf or auto"), ("--n 1", "--n 1 learns nothing"), ("--sft_lr -1", "--sft_lr must"), ("--ets_lr nan", "--ets_lr must"),
+    ("--engine trt", "vllm, hf or auto"), ("--steps 9", "belongs to python grpo.py"), ("--load_rollouts x", "belongs to python grpo.py"), ("--n 1", "--n 1 learns nothing"), ("--sft_lr -1", "--sft_lr must"), ("--ets_lr nan", "--ets_lr must"),
     ("--rl_warmup -1", "--rl_warmup must"), ("--eval_limit -1", "--eval_limit must"), ("--eval_samples -1", "--eval_samples must"), ("--sft_start -3", "--sft_start must"),
     ("--signal prs --save_rollouts none", "--save_rollouts none"), ("--save_every 0", "--save_every must"), ("--failed_window 0", "--failed_window must"), ("--sft_stop_accuracy 95", "at most 1"), ("--rounds 5,\u00b2", "--rounds is a list")]
 
