@@ -698,7 +698,7 @@ def prepare(config):
     if not learner.accelerator.is_main_process:
         path, state = find_checkpoint(config.out)
     engine = make_engine(config.engine, base, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, seed=config.seed,
-                         max_model_len=config.max_prompt + 16384)
+                         max_model_len=config.max_prompt + max(config.max_response, 16384))       # evaluations have 16,384
     grpo.check_memory(learner, engine, config)
     state = state or {"plan": [dataclasses.astuple(p) for p in plan(config)], "phase": 0, "step_in_phase": 0, "step": 0, "saves": 0,
                       "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}

@@ -455,11 +455,15 @@ class VLLMEngine:
         # The engine core itself, without the layer around it: a third of a multi-turn rollout's time went into wrapping and
         # unwrapping each token of each request there.
         self.core, self.request = self.llm.llm_engine.engine_core, EngineCoreRequest
-        self.gpu, self.temperature, self.seed, self.added, self.running, self.hashed = gpu, temperature, seed, 0, {}, {}
+        self.gpu, self.temperature, self.seed, self.max_model_len = gpu, temperature, seed, max_model_len
+        self.added, self.running, self.hashed = 0, {}, {}
         self.core.engine_core.request_block_hasher = functools.partial(self._hash_blocks, self.core.engine_core.request_block_hasher)
         self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, detokenize=False, stop_token_ids=list(stop))
 
     def add(self, request_id, ids, max_tokens):
+        ids = list(ids)     # a caller who goes on with his list would change what is kept of it
+        if not 0 < len(ids) < self.max_model_len:       # the core itself would never answer, or die
+            raise ValueError(f"a prompt of {len(ids)} tokens, but the engine was started for 1 to {self.max_model_len - 1}")
         # On the GPU a seed per request would cost time and still not make a run bit-exact.
         seed = request_seed(self.seed, request_id, len(ids)) if self.temperature and not self.gpu else None
         self.added += 1     # vLLM wants each name once

@@ -3046,7 +3046,21 @@ def test_vllm_block_names_of_an_earlier_prompt_are_the_ones_it_would_compute(vll
                 request.block_hashes.extend(got)
         while vllm_engine.running:
             vllm_engine.step()
+    vllm_engine.add(0, prompt, 2)
+    prompt[:] = [3] * len(prompt)       # the caller's list changes afterwards
+    vllm_engine.add(0, prompt, 2)
+    a, b = list(core.scheduler.requests.values())[-2:]
+    assert a.block_hashes[0] != b.block_hashes[0]
+    vllm_engine.abort()
     assert seen[0, 0] == seen[1, 0] != seen[1, 2] and seen[0, 2][:7] == seen[0, 1][:7] != seen[1, 1][:7]
+
+
+@cpu_vllm
+def test_vllm_refuses_prompts_that_its_core_would_never_answer(vllm_engine):
+    for ids in ([], [5] * 2048, [5] * 3000):
+        with pytest.raises(ValueError, match="started for 1 to 2047"):
+            vllm_engine.add(0, ids, 5)
+    assert len(run_engine(settings_of(vllm_engine), {0: [5] * 2047}, max_tokens=5)[0][0]) == 1
 
 
 @cpu_vllm
