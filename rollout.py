@@ -57,6 +57,10 @@ from reward import format_table, summary
 
 transformers.utils.logging.disable_progress_bar()   # one bar per loaded model is noise between ours
 
+# Tokens of a step that vLLM replays as a CUDA graph. Its own list ends at 512; most steps of a multi-turn rollout hold more:
+# 250 or so that decode, and the observations that a few dozen others have just read.
+GRAPH_SIZES = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(640, 2049, 128)]
+
 
 # --- models and tokenizers -------------------------------------------------------------------------------------------
 
@@ -441,7 +445,7 @@ class VLLMEngine:
             # gpu_memory_utilization does nothing beside kv_cache_memory_bytes, but vLLM refuses to start where less than its
             # default of 92 % is free: with the trainer's weights on a card of 80 GB, or another run on the same card.
             how = dict(dtype="bfloat16", kv_cache_memory_bytes=int(kv_gib * 2**30), gpu_memory_utilization=0.05, enable_sleep_mode=sleep,
-                       max_num_seqs=512, block_size=64, prefix_caching_hash_algo=hashing)
+                       max_num_seqs=512, block_size=64, prefix_caching_hash_algo=hashing, compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES})
         else:
             import vllm._custom_ops as ops
             ops._supports_onednn = False    # else a tied output head silently keeps its old weights after a push
