@@ -3056,6 +3056,19 @@ def test_vllm_block_names_of_an_earlier_prompt_are_the_ones_it_would_compute(vll
 
 
 @cpu_vllm
+def test_vllm_reads_prompts_by_way_of_an_array(vllm_engine):
+    from vllm.utils.torch_utils import async_tensor_h2d as plain
+    from vllm.v1.worker.gpu import buffer_utils
+    ro.read_prompts_fast()      # a second engine: replaced once
+    ours = buffer_utils.async_tensor_h2d
+    assert ours.func is ro._list_to_device and ours.args == (plain,)
+    for data, dtype in (([5, 0, 2**31 - 1, -1], torch.int32), ([], torch.int32), ([5, 6], torch.int64), ([0.5], torch.float32), ([True], None),
+                        (np.array([3, 4]), torch.int32), (torch.tensor([3, 4]), torch.int32)):
+        a, b = ours(data, device="cpu", dtype=dtype), plain(data, device="cpu", dtype=dtype)
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@cpu_vllm
 def test_vllm_refuses_prompts_that_its_core_would_never_answer(vllm_engine):
     for ids in ([], [5] * 2048, [5] * 3000):
         with pytest.raises(ValueError, match="started for 1 to 2047"):
