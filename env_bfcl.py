@@ -202,6 +202,19 @@ class Task:
         """All function names of the task, as upstream's checker allows them."""
         return {doc["name"] for doc in self.tools}
 
+    @functools.cached_property
+    def untouched(self):
+        """{class name: simulator in the initial state}, for make_simulators to copy: loading a scenario takes as long again."""
+        simulators = {}
+        for name in self.involved_classes:
+            simulator = CLASSES[name]()
+            if name != "MathAPI":  # stateless
+                simulator._load_scenario(copy.deepcopy(self.initial_config.get(name, {})), long_context=self.long_context)
+            # long_context puts module-level dicts of cards and bookings into the state without a copy: one booking would
+            # change the balance that every later environment sees.
+            simulators[name] = copy.deepcopy(simulator)
+        return simulators
+
 
 def load_tasks(split="train", categories=("base", "miss_func", "miss_param"), seed=42, *, short_docs=False,
                skip_defective=False):
@@ -272,6 +285,7 @@ def _parse_python_call(source):
 # ---------------------------------------------------------------------------------------------------------------------
 # Prompts: the very bytes that upstream sends to a local Qwen function-calling model
 
+@functools.lru_cache(maxsize=1000)
 def system_prompt(task):
     """The content of the system message: the documents of all functions that aren't withheld, in Qwen's own wording."""
     withheld = {name for names in task.held_out.values() for name in names}
@@ -309,15 +323,9 @@ def tool_message(results):
 
 def make_simulators(task):
     """Fresh simulators in the task's initial state: {class name: object}."""
-    simulators = {}
-    for name in task.involved_classes:
-        simulator = CLASSES[name]()
-        if name != "MathAPI":  # stateless
-            simulator._load_scenario(copy.deepcopy(task.initial_config.get(name, {})), long_context=task.long_context)
-        # long_context puts module-level dicts of cards and bookings into the state without a copy: one booking would
-        # change the balance that every later environment sees.
-        simulators[name] = copy.deepcopy(simulator)
-    return simulators
+    # A generator's state are 625 numbers that cannot change: deepcopy would look at each of them, two thirds of its time.
+    generators = lambda simulator: {id(g): copy.copy(g) for g in vars(simulator).values() if isinstance(g, random.Random)}
+    return {name: copy.deepcopy(simulator, generators(simulator)) for name, simulator in task.untouched.items()}
 
 
 def execute(simulators, call, allowed):

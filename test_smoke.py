@@ -358,6 +358,16 @@ def test_env_long_context_tables_do_not_leak():
     assert json.dumps(fresh.credit_card_list, default=str) == before and fresh.booking_record
 
 
+def test_env_random_numbers_are_the_same_in_each_environment():
+    """A generator that two environments shared would give the second other ids than upstream's checker."""
+    for name in ("MessageAPI", "TradingBot", "TravelAPI", "VehicleControlAPI"):
+        task = next(task for task in ALL if name in task.involved_classes)
+        draws = [[simulator._random.random() for _ in range(5)] for simulator in (env_bfcl.make_simulators(task)[name] for _ in range(3))]
+        scenario = env_bfcl.CLASSES[name]()
+        scenario._load_scenario(copy.deepcopy(task.initial_config.get(name, {})), long_context=task.long_context)
+        assert draws == [[scenario._random.random() for _ in range(5)]] * 3
+
+
 def test_env_math_precision_is_restored():
     task = next(task for task in ALL if "MathAPI" in task.involved_classes)
     env, dps, prec = BFCLEnv(task), mpmath.mp.dps, decimal.getcontext().prec
