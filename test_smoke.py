@@ -3878,3 +3878,61 @@ def test_chaos_only_the_end_of_megabytes_is_encoded(tokenizer):
     long = "".join(f"line {k} of a long file\n" for k in range(400_000))
     ids = ro.observation_ids(glue, [{"content": long}], 256)
     assert ids == glue.after_action + glue.encode(long[-4000:])[-256:] + glue.before_action and glue.encode.cache_info().currsize <= before + 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# tools/ablate.py: arms x seeds over devices
+
+@pytest.fixture(scope="module")
+def ablate():
+    spec = importlib.util.spec_from_file_location("ablate", os.path.join(HERE, "tools", "ablate.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ablate_runs_side_by_side_and_says_what_failed(ablate, tmp_path, monkeypatch):
+    """Jobs a and b wait for each other; each job writes down the most that it saw running; the last one fails."""
+    monkeypatch.setattr(ablate.time, "sleep", lambda seconds, sleep=time.sleep: sleep(0.02))
+    job = """
+import os, sys, time
+folder, name = sys.argv[1:]
+open(f"{folder}/{name}.run", "w")
+most = 1
+for _ in range(500):
+    most = max(most, sum(f.endswith(".run") for f in os.listdir(folder)))
+    if most > 1 or name in "cd":
+        break
+    time.sleep(0.02)
+time.sleep(0.2)
+most = max(most, sum(f.endswith(".run") for f in os.listdir(folder)))
+open(f"{folder}/{name}.saw", "w").write(f"{most} {os.environ['CUDA_VISIBLE_DEVICES']}")
+os.remove(f"{folder}/{name}.run")
+sys.exit(3 * (name == "d"))
+"""
+    jobs = [(name, [sys.executable, "-c", job, str(tmp_path), name], str(tmp_path / f"{name}.log")) for name in "abcd"]
+    assert ablate.run_all(jobs, ["5", "5"]) == {"a": 0, "b": 0, "c": 0, "d": 3}
+    saw = [(tmp_path / f"{name}.saw").read_text() for name in "abcd"]
+    assert saw[:2] == ["2 5"] * 2 and set(saw) <= {"1 5", "2 5"}
+
+
+def test_ablate_table_skips_finished_runs(ablate, tmp_path, monkeypatch, capsys):
+    for arm, seed, won, alarms in (("tiny-none", 42, 3, 1), ("tiny-none", 43, 5, 0), ("tiny-ets", 42, 9, 2)):
+        folder = tmp_path / f"{arm}-seed{seed}"
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text("{}")
+        table = lambda k: {"all official": [k, 10, 0, 1]}
+        lines = [{"kind": "eval", "split": "train", "table": table(0)}, *[{"kind": "event", "event": "alarm"}] * alarms,
+                 {"kind": "eval", "split": "train", "table": table(won)}, {"kind": "eval", "split": "test", "table": table(1)}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    started = []
+    monkeypatch.setattr(ablate, "run_all", lambda jobs, devices: started.extend((jobs, devices)) or {job[0]: 1 for job in jobs})
+    monkeypatch.setattr(ablate, "visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "tiny/none", "tiny/ets", "--seeds", "42", "43", "--out", str(tmp_path), "--per_device", "2", "--", "--rounds", "2"])
+    with pytest.raises(SystemExit) as stop:
+        ablate.main()
+    (name, command, _), = started[0]
+    assert name == "tiny-ets-seed43" and command[2:4] == ["--preset", "tiny/ets"] and command[-2:] == ["--rounds", "2"] and started[1] == ["0", "1"] * 2
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tiny/")]
+    assert stop.value.code == 1
+    assert [row[:6] for row in rows] == [["tiny/none", "2", "1", "8/20", "=", "40.0"], ["tiny/ets", "1", "1", "9/10", "=", "90.0"]]

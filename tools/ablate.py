@@ -1,4 +1,4 @@
-"""A list of presets (and extra flags) x seeds over the visible GPUs, one process each; one table with intervals at the end.
+"""A list of presets (and extra flags) x seeds over the visible GPUs, one process each (or --per_device N); one table with intervals at the end.
 
     python tools/ablate.py qwen2.5/none qwen2.5/ets qwen2.5/prs --seeds 42 43
     python tools/ablate.py "qwen2.5/none" "qwen2.5/none --fault state_reset" --seeds 42 43 -- --rounds 20 --eval_limit 50
@@ -37,21 +37,21 @@ def last_table(out):
 
 
 def run_all(jobs, devices):
-    """jobs: [(name, command, log path)]; at most one process per device. Returns {name: exit code}."""
+    """jobs: [(name, command, log path)]; as many processes on a device as it is named in `devices`. Returns {name: exit code}."""
     waiting, running, codes = collections.deque(jobs), {}, {}
     while waiting or running:
-        for device in devices:
-            if device not in running and waiting:
+        for place, device in enumerate(devices):
+            if place not in running and waiting:
                 name, command, log = waiting.popleft()
                 env = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-                running[device] = name, subprocess.Popen(command, cwd=ROOT, env=env, stdout=open(log, "w"), stderr=subprocess.STDOUT)
+                running[place] = name, subprocess.Popen(command, cwd=ROOT, env=env, stdout=open(log, "w"), stderr=subprocess.STDOUT)
                 print(f"{name} on {'the CPU' if device is None else 'GPU ' + device}: {log}", flush=True)
         time.sleep(1)
-        for device, (name, process) in list(running.items()):
+        for place, (name, process) in list(running.items()):
             if process.poll() is not None:
                 codes[name] = process.returncode
                 print(f"{name}: {'done' if not process.returncode else f'failed with exit code {process.returncode}'}", flush=True)
-                del running[device]
+                del running[place]
     return codes
 
 
@@ -70,6 +70,7 @@ def main():
     parser.add_argument("arms", nargs="+", help="preset, or 'preset --flag value'")
     parser.add_argument("--seeds", nargs="+", type=int, default=[42])
     parser.add_argument("--out", default="runs/ablate")
+    parser.add_argument("--per_device", type=int, default=1, help="runs side by side on one device: a small model leaves a large GPU idle half of the time")
     args = parser.parse_args(own)
     names = [re.sub(r"[^\w.]+", "-", arm).strip("-") for arm in args.arms]
     if len(set(names)) < len(names):
@@ -83,7 +84,7 @@ def main():
             if last_table(out) is None:
                 command = [sys.executable, "interleave.py", "--preset", preset, *flags, "--seed", str(seed), "--out", out, *common]
                 jobs.append((f"{name}-seed{seed}", command, out + ".log"))
-    codes = run_all(jobs, visible_gpus() or [None])
+    codes = run_all(jobs, (visible_gpus() or [None]) * args.per_device)
     print(f"\n{'arm':40} {'seeds':>5} {'alarmed':>7} {'train tasks':>28} {'held-out tasks':>28}")
     for arm, name in zip(args.arms, names):
         tables = [t for seed in args.seeds if (t := last_table(os.path.join(args.out, f"{name}-seed{seed}")))]
