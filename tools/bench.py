@@ -26,7 +26,6 @@ import collections
 import contextlib
 import functools
 import gc
-import importlib.util
 import itertools
 import json
 import os
@@ -375,8 +374,11 @@ def measure_row(layout, options, tokenizer, trajectories, adv, args, state):
 
 
 def bench_update(args):
-    if "trl" in [row.split(":")[0] for row in args.rows.split(",")] and not importlib.util.find_spec("trl"):
-        sys.exit(f"error: the row trl needs TRL: pip install trl=={TRL}")
+    if "trl" in [row.split(":")[0] for row in args.rows.split(",")]:
+        try:    # already here: it imports vLLM, which keeps a failed import's traceback and so the variables of all callers: in trl_trainer a model
+            from trl import GRPOTrainer  # noqa: F401
+        except ImportError as e:
+            sys.exit(f"error: the row trl needs TRL ({e}): pip install trl=={TRL}")
     tokenizer = load_tokenizer(args.tokenizer or args.model) if args.tokenizer or args.model else None
     if args.real and not tokenizer:
         sys.exit("error: --real needs --model or --tokenizer")
