@@ -3936,3 +3936,33 @@ def test_ablate_table_skips_finished_runs(ablate, tmp_path, monkeypatch, capsys)
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tiny/")]
     assert stop.value.code == 1
     assert [row[:6] for row in rows] == [["tiny/none", "2", "1", "8/20", "=", "40.0"], ["tiny/ets", "1", "1", "9/10", "=", "90.0"]]
+
+
+# =====================================================================================================================
+# tools/bench.py: a comparison is only worth something if both sides compute the same gradient. At the end of the file: TRL's
+# trainer resets accelerate's state, which the learners above share.
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed here (optional: pip install trl==1.16.0)")
+@pytest.mark.filterwarnings("ignore:TRL currently supports vLLM:UserWarning")
+def test_bench_trls_update_has_the_gradient_of_our_plain_layout(monkeypatch):
+    spec = importlib.util.spec_from_file_location("bench", os.path.join(HERE, "tools", "bench.py"))
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    monkeypatch.setattr(bench, "GPU", False)
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    rng = random.Random(0)
+    trajectories = [types.SimpleNamespace(prompt_len=p, ids=[rng.randrange(4096) for _ in range(p + r)], mask=[0] * p + [int(rng.random() < 0.4) for _ in range(r)])
+                    for p, r in ((60, 30), (25, 70), (90, 50), (60, 45), (25, 33), (90, 8), (60, 12))]      # a micro-batch is padded at both ends
+    adv, count = [rng.uniform(0.5, 2) * rng.choice((-1, 1)) for _ in trajectories], sum(sum(t.mask) for t in trajectories)
+    model = bench.build_model(types.SimpleNamespace(model="", shape="tiny")).train()
+    bench.one_pass(model, bench.update_jobs("plain", trajectories, adv, 1), count)
+    plain = bench.gradient(model)
+    trainer = bench.trl_trainer(model)
+    for checkpointing in ("none", "full"):
+        grpo.save_memory(model, checkpointing)
+        jobs = bench.update_jobs("trl", trajectories, adv, 3, trainer)      # 3, 3, 1: TRL's dapo divides by the tokens of all
+        bench.one_pass(model, jobs, count)
+        assert len(jobs) == 3 and bench.relative_difference(model, plain)[0] < 1e-4
+    jobs = bench.update_jobs("trl", trajectories, [-a for a in adv], 3, trainer)
+    bench.one_pass(model, jobs, count)
+    assert bench.relative_difference(model, plain)[0] > 1

