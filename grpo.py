@@ -693,7 +693,7 @@ def rollout_metrics(learner, trajectories, config):
              "calls", "refused_calls", "hinted", "hinted_success"]
     fixed += [f"feedback/{f}" for f in ("malformed", "unclosed", "unknown", "held_out", "not_executed")]
     fixed += [f"finish/{f}" for f in ("done", "length", "max_steps", "max_generations", "max_response", "prompt")]
-    fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed", "malformed", "repeated")]
+    fixed += [f"structure/{s}" for s in ("call", "response", "polluted", "collapsed", "malformed", "repeated", "cut")]
     turns = [f"turn {k}/{s}" for k in range(7) for s in ("call", "response", "polluted", "collapsed")]
     total = across_ranks(learner, {k: c[k] for k in fixed + turns})
     n, messages = max(total["n"], 1), max(total["messages"], 1)

@@ -70,7 +70,7 @@ SIGNALS = {     # signal -> its schedules; the first is the paper's
     "prs": ("interleave", "adaptive"),
 }
 FAULTS = {      # what the released code does, to be switched on one at a time
-    "end_token": "an end token that nobody sampled is added after a message cut by length, and trained",
+    "end_token": "an end token that nobody sampled is added after a message cut by length, and trained; the message counts as complete",
     "state_reset": "the simulators that the policy sees start over at each user turn; the reward's do not",
     "no_think_context": "the empty think block is in the context for sampling, not for training",
     "hint_context": "the hint ends with a literal end token, which closes the system message early",

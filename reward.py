@@ -340,7 +340,8 @@ def count(trajectories, kind):
             c["messages"] += 1
             c["structure/repeated"] += k > 0 and text == t.texts[k - 1]
             c["structure/malformed"] += bool(parse_calls(text)[1])
-            state = structure(text, "length" if t.finish == "length" and k == len(t.texts) - 1 else "stop")
+            c["structure/cut"] += k in t.cut
+            state = structure(text, "length" if k in t.cut else "stop")
             c[f"structure/{state}"] += 1
             c[f"turn {min(t.turns[k], 6)}/{state}"] += 1     # by user turn; the last one holds all later ones too
     return c

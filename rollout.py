@@ -254,6 +254,7 @@ class Trajectory:
     reward: object = None                       # reward.Reward
     infra_error: str = None                     # traceback of a failure that is not the model's
     turns: list = field(default_factory=list)   # user-turn index of each text
+    cut: list = field(default_factory=list)     # places in texts of messages cut by length: the last one, or more with the fault end_token
     feedback: dict = field(default_factory=dict)    # what the environment had to say about malformed calls, counted
     refused: int = 0                            # calls of tools that were held out
     source: str = "policy"                      # policy | hint (sampled with a hint) | demo (nobody sampled it)
@@ -579,7 +580,7 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
     `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
     the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None; three of
     the same kind in a row raise RuntimeError. `faults` of the released code, for measuring: "end_token" adds and trains an
-    end token that nobody sampled after a message cut by length; "hint_context" see prompt_ids. `on_finish(i, trajectory)`
+    end token that nobody sampled after a message cut by length, which then counts as complete; "hint_context" see prompt_ids. `on_finish(i, trajectory)`
     is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
     glue, spent, failures = chat_glue(tokenizer, think), collections.Counter(), []
     trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
@@ -629,8 +630,11 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
                 end(i, "infra", "engine error: the engine gave up on this request")
                 continue
             t.extend(list(ids), logp)
-            if "end_token" in faults and reason == "length":
-                t.extend([glue.end], [0.0])
+            if reason == "length":
+                t.cut.append(len(t.texts))
+                if "end_token" in faults:       # nor does the released environment ask why a message ended
+                    t.extend([glue.end], [0.0])
+                    reason = "stop"
             t.texts.append(tokenizer.decode(ids, skip_special_tokens=False))
             spent.update(generations=1, sampled_tokens=len(ids))
             move(i, envs[i].step, t.texts[-1], reason)
@@ -680,7 +684,7 @@ def load_trajectories(path):
     for line in open(path, encoding="utf-8"):
         r = json.loads(line)
         prompt = r["prompt_ids"] if r["prompt_ids"] is not None else prompt
-        t = Trajectory(**{f.name: r[f.name] for f in dataclasses.fields(Trajectory)})
+        t = Trajectory(**{f.name: r[f.name] for f in dataclasses.fields(Trajectory) if f.name in r})
         t.ids, t.mask, t.logp = prompt + t.ids, [0] * len(prompt) + t.mask, [0.0] * len(prompt) + t.logp
         t.reward = rw.Reward(**r["reward"]) if r["reward"] else None
         t.calls = [[env_bfcl.Call(**c) for c in turn] for turn in r["calls"]]

@@ -893,8 +893,15 @@ def test_a_cut_message_gets_no_end_token_and_the_fault_gives_it_one(tokenizer):
     assert_contract(t, engine.given[0], engine.said[0])
     assert t.finish == "length" and sum(t.mask) == 20 and tokenizer.eos_token_id not in t.ids[t.prompt_len:]
     assert t.calls == [[]] and t.reward.official == 0
-    (t,), _ = play_scripted(tokenizer, long, max_action=20, faults=("end_token",))
-    assert sum(t.mask) == 21 and (t.ids[-1], t.mask[-1]) == (tokenizer.eos_token_id, 1)
+    assert t.cut == [0] and t.turns == [0]
+    # The released code goes on: what is cut before its call is complete ends the user turn, a whole call in it is executed.
+    cut = len(spelled(tokenizer, MKDIR)) + 4
+    (t,), engine = play_scripted(tokenizer, [[MKDIR + "x" * 50, "It is cut h" + "e" * 200 + "re", LS, "Done."]], max_action=cut, faults=("end_token",))
+    assert t.finish == "done" and t.cut == [0, 1] and t.turns == [0, 0, 1, 1] and t.calls == SMALL[0].ground_truth and t.reward.official == 1
+    ends = [k for k, (i, m) in enumerate(zip(t.ids, t.mask)) if m and i == tokenizer.eos_token_id]
+    assert len(ends) == 4 and [t.logp[k] for k in ends[:2]] == [0.0, 0.0] and sum(t.mask) == 2 + sum(len(ids) for ids, _ in engine.said[0])
+    c = reward.count([t], "official")
+    assert c["structure/cut"] == 2 == c["structure/polluted"]
 
 
 def test_a_sampled_end_token_is_trained_also_when_it_is_the_pad_token(tiny):
@@ -3298,7 +3305,7 @@ def plot_run(folder, seed=0, steps=20, collapse=True, rounds=(10, 10), tokenizer
                     "success/per_turn": min(up + 0.2, 1), "structure/call": 0.6 * (1 - bad), "structure/response": 0.35 * (1 - bad),
                     "structure/polluted": 0.05 * (1 - bad) + 0.3 * bad, "structure/collapsed": 0.7 * bad, "kl": 1e-4 * step + 0.5 * bad,
                     "entropy": 0.4 - 0.005 * step + 0.02 * rng.random(), "engine_gap": 0.002 * rng.uniform(0.8, 1.2), "grad_norm": rng.uniform(0.3, 0.6),
-                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "structure/malformed": 0.3 * bad, "structure/repeated": 0.0,
+                    "trained_tokens": 1000, "finish/done": 1 - bad, "finish/length": bad, "structure/cut": bad, "structure/malformed": 0.3 * bad, "structure/repeated": 0.0,
                     "kl_control": 0.9 * bad, "kl_rest": 1e-4 * step, "pg_loss": -0.01, "pg_control": -0.02, "pg_rest": -0.005, "lr": 1e-6, "surprise": {"a": [1]},
                     "time/engine_s": 20 + rng.random(), "time/env_s": 1.0, "time/reward_s": 0.5, "time/rollout_s": 23.0, "time/update_s": 12 + rng.random(),
                     "time/push_s": 0.6}

@@ -274,7 +274,7 @@ def make_figures(groups, out):
     gradient = lines(split("pg_loss"), "Policy-gradient loss", "per token")
     entropy = lines("entropy", "Entropy", "nats per token")
     health = [lines(key, text, "share of " + of) for key, text, of in (
-        ("finish/length", "Cut by length", "episodes"), ("structure/malformed", "Malformed calls", "messages"), ("structure/repeated", "Repeats", "messages"))]
+        ("structure/cut", "Cut by length", "messages"), ("structure/malformed", "Malformed calls", "messages"), ("structure/repeated", "Repeats", "messages"))]
     states = [(panel_stack, g, STATES, title("Messages", g), "share of messages") for g in groups]
     times = [(panel_stack, g, TIMES, title("Time of a step", g), "seconds") for g in groups]
     control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g), "mean probability", True)
@@ -354,8 +354,7 @@ def shorten(r, tail):
     logp = [0.0] * len(tail) + [round(number(v), 3) for v in r["logp"]]
     spans = [{"start": i, "sampled": int(m)} for i, m in enumerate(mask) if not i or m != mask[i - 1]]
     for n, (span, text) in enumerate(zip([s for s in spans if s["sampled"]], r["texts"])):
-        reason = "length" if r["finish"] == "length" and n == len(r["texts"]) - 1 else "stop"
-        span |= {"text": text, "turn": r["turns"][n], "state": structure(text, reason)}
+        span |= {"text": text, "turn": r["turns"][n], "state": structure(text, "length" if n in r.get("cut", []) else "stop")}
     return {"task": r["task_id"], "finish": r["finish"], "reward": r["reward"], "error": r["infra_error"],
             "prompt": r["prompt_len"], "ids": ids, "logp": [None if math.isnan(v) else v for v in logp], "spans": spans}
 
