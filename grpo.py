@@ -43,6 +43,9 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -99,6 +102,8 @@ class GRPOConfig:
     kv_gib: float = field(default=16.0, metadata={"help": "GiB of keys and values in vLLM"})
     sleep: bool = field(default=False, metadata={"help": "vLLM gives its memory back during the update (small cards)"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward: less memory, more rows"})
+    fsdp: bool = field(default=False, metadata={"help": "several GPUs share weights, gradients and Adam's moments (FSDP2) instead of holding all of them each"})
+    offload_optimizer: bool = field(default=False, metadata={"help": "fp32 weights, gradients and Adam's moments in the host's memory, also with one GPU (24 GB cards); implies --fsdp"})
     compile: bool = field(default=False, metadata={"help": "compile MLPs and norms (a minute at the start)"})
     checkpointing: str = field(default="full", metadata={"help": "the backward recomputes full layers, their mlp (more memory, faster) or none (most memory)"})
     load_rollouts: str = field(default="", metadata={"help": "python grpo.py only: train on the files of this folder, without an engine"})
@@ -371,6 +376,10 @@ def packed_logprobs(model, row, temperature=1.0, watch=None):
     """(logp [K], entropy [K]) at the row's trained positions, in the order of row.trained. With `watch` (a list of ids) also
     whether the token is the likeliest one [K] and the probabilities of those ids there [K, len(watch)]. The head runs on those positions only, in checkpointed chunks:
     [T, vocabulary] never exists, and a plain loop over chunks would keep every chunk for the backward (NeMo-RL#4222)."""
+    return getattr(model, "packed", functools.partial(_packed_logprobs, model))(row, temperature, watch)     # shard() sets `packed`
+
+
+def _packed_logprobs(model, row, temperature, watch):
     device = next(model.parameters()).device
     row = row.to(device)
     if model.config._attn_implementation != "tree":
@@ -395,21 +404,30 @@ class Learner:
     optimizer: torch.optim.Optimizer = None
     reference: torch.nn.Module = None       # frozen; None without KL
     skipped: int = 0                        # updates in a row that were not finite
+    shard: object = None                    # how a model is sharded: shard() with its settings; None = it is in one piece
+
+    @property
+    def device(self):
+        """Where the model computes. Weights may lie elsewhere (--offload_optimizer), buffers do not."""
+        return next(self.model.buffers()).device
 
     def autocast(self):
         """bf16 on CUDA. Open it around several rows: the weights are then cast once, not once per row."""
-        return torch.autocast("cuda", torch.bfloat16) if self.model.device.type == "cuda" else contextlib.nullcontext()
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
-def make_learner(path, tokenizer=None, checkpointing="full", compile=False, report_to="", out=""):
+def make_learner(path, tokenizer=None, checkpointing="full", compile=False, report_to="", out="", fsdp=False, offload=False):
     accelerator = Accelerator(log_with=report_to or None, project_dir=out or None)
-    model = load_model(path, torch.float32, accelerator.device).train()
+    how = functools.partial(shard, device=accelerator.device, offload=offload) if fsdp or offload else None
+    model = load_model(path, torch.float32, "cpu" if how else accelerator.device).train()
     model.set_attn_implementation("tree")
     model.real_vocab = len(tokenizer) if tokenizer else None
     save_memory(model, checkpointing)
     if compile:
         compile_layers(model)
-    return Learner(model, accelerator)
+    if how:
+        how(model)
+    return Learner(model, accelerator, shard=how)
 
 
 def save_memory(model, checkpointing):
@@ -431,24 +449,79 @@ def compile_layers(model):
         module.compile(dynamic=True)
 
 
+def shard(model, device, offload=False):
+    """FSDP2 in place: a rank keeps its part of the fp32 weights, their gradients and Adam's moments, with `offload` on the host. A
+    layer's weights are gathered on `device` (CUDA: in bf16) while it runs, embedding and head during the whole packed forward."""
+    cuda = device.type == "cuda"
+    if not torch.distributed.is_initialized():      # one process. Nothing on the host is ever summed, so that vLLM's group will do, too
+        torch.distributed.init_process_group("nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    how = {"mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)), "reshard_after_forward": True}   # the root, too: else
+    if cuda:                                        # its weights of before a step would still be there after a forward without gradient
+        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=cuda)
+    for module in (*model.model.layers, model):
+        fully_shard(module, **how)
+        module.set_gradient_divide_factor(1.0)      # the sum over the ranks, not their mean: losses are divided before
+        module.set_force_sum_reduction_for_comms(True)      # else it is a kind of sum that gloo does not have
+    model.get_input_embeddings().register_forward_hook(lambda module, ids, out: out.float())    # what layers add up stays fp32, as under autocast
+    model.packed = functools.partial(_packed_logprobs, model)
+    register_fsdp_forward_method(model, "packed")
+
+
+def whole(x):
+    """A sharded tensor in one piece, for which every rank must ask; any other tensor as it is."""
+    if not isinstance(x, DTensor):
+        return x
+    x = x.detach()
+    return x.to_local() if x.device_mesh.size() == 1 else x.to(x.device_mesh.device_type).full_tensor()
+
+
+def like(x, p):
+    """A whole tensor sharded as `p` is, from the copy that each rank has."""
+    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None).to(p.device) if isinstance(p, DTensor) else x
+
+
+def collect(learner, named):
+    """{name: whole tensor on the host} on the main process, {} elsewhere; every rank must call it."""
+    parts, main = ((name, whole(x)) for name, x in named), learner.accelerator.is_main_process
+    return {name: x.cpu() for name, x in parts if main}
+
+
+def full_weights(learner):
+    """save_pretrained's state_dict: None (the model's own) unless it is sharded, then as collect."""
+    return collect(learner, learner.model.named_parameters()) if learner.shard else None
+
+
+def even(learner, rows):
+    """Sharded ranks gather weights together: one with fewer rows gets empty ones, or the others would wait for it. Nothing is trained
+    in an empty row, so its loss and its gradients are exactly 0."""
+    if not learner.shard:
+        return rows
+    zero, none = torch.zeros(1, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    return rows + [Row(zero, zero, [(0, 1, ())], [], none, none)] * (max(gather_object([len(rows)])) - len(rows))
+
+
 def set_optimizer(learner, lr, betas=(0.9, 0.999), weight_decay=0.01):
     """A new AdamW: the paper starts each phase with an empty one."""
-    fused = learner.model.device.type == "cuda"
+    fused = learner.device.type == "cuda"
     learner.optimizer = torch.optim.AdamW(learner.model.parameters(), lr=lr, betas=betas, weight_decay=weight_decay, fused=fused)
 
 
 def set_reference(learner, path):
     """The weights in `path` as the frozen KL reference, in the policy's own precision: KL at the start is exactly 0."""
     # It keeps requires_grad, though it only ever runs without gradient: autocast caches its casts only then.
-    learner.reference = load_model(path, torch.float32, learner.model.device).eval()
+    learner.reference = load_model(path, torch.float32, "cpu" if learner.shard else learner.device).eval()
     learner.reference.set_attn_implementation("tree")
     learner.reference.real_vocab = learner.model.real_vocab
+    if learner.shard:
+        learner.shard(learner.reference)
 
 
 def check_memory(learner, engine, config):
     """ValueError in one line if a full row does not fit beside the engine: now, not hours later. On CUDA it is tried."""
     n, advice = config.tokens_per_row, f"one packed row of {config.tokens_per_row} tokens does not fit into memory: lower --tokens_per_row or --kv_gib"
-    if learner.model.device.type != "cuda":
+    if learner.device.type != "cuda":
         c = learner.model.config
         need = n * c.num_hidden_layers * (12 * c.hidden_size + 3 * c.intermediate_size) * 4        # bytes of activations kept
         if need > psutil.virtual_memory().available:
@@ -472,17 +545,18 @@ def check_memory(learner, engine, config):
 def across_ranks(learner, sums):
     """Sum a dict of numbers over the processes."""
     keys = sorted(sums)
-    values = torch.tensor([float(sums[k]) for k in keys], dtype=torch.float64 if learner.model.device.type == "cpu" else torch.float32)
-    return dict(zip(keys, learner.accelerator.reduce(values.to(learner.model.device), "sum").tolist()))
+    values = torch.tensor([float(sums[k]) for k in keys], dtype=torch.float64 if learner.device.type == "cpu" else torch.float32)
+    return dict(zip(keys, learner.accelerator.reduce(values.to(learner.device), "sum").tolist()))
 
 
 def push(learner, engine):
     """Hand the weights to the engine and prove that it holds them: an update that never arrives looks like a flat reward
     (trl#5312). The engine's cached prefixes are dropped with it."""
-    engine.load_weights(learner.model.named_parameters())
+    named = lambda: ((n, whole(p).to(learner.device)) for n, p in learner.model.named_parameters())     # sharded: one whole tensor at a time
+    engine.load_weights(named())
     if hasattr(engine, "checksum"):
-        theirs, dtype = engine.checksum(), torch.bfloat16 if learner.model.device.type == "cuda" else None
-        ours = weight_sums(learner.model.parameters(), dtype)
+        theirs, dtype = engine.checksum(), torch.bfloat16 if learner.device.type == "cuda" else None
+        ours = weight_sums((p for _, p in named()), dtype)
         if any(abs(a - b) > 1e-6 * ours[1] for a, b in zip(ours, theirs)):
             raise RuntimeError(f"the engine's weights are not the trainer's after a push: sums {theirs} instead of {ours}")
 
@@ -491,11 +565,15 @@ def optimizer_step(learner, clip_norm, names=()):
     """Sum the gradient over the ranks, clip, step. A gradient that is not finite changes nothing and is counted; the third
     in a row stops the run and says which trajectories (`names`) were in it. Returns (gradient norm, stepped)."""
     params = [p for p in learner.model.parameters() if p.requires_grad]
-    if learner.accelerator.num_processes > 1:
-        for p in params:
+    if learner.shard:       # summed already; by hand, since clip_grad_norm_ would sum on the host where the gradients lie there
+        parts = [p.grad.to_local() for p in params]
+        norm = across_ranks(learner, {"square": float(torch.nn.utils.get_total_norm(parts)) ** 2})["square"] ** 0.5
+        torch._foreach_mul_(parts, min(1.0, clip_norm / (norm + 1e-6)))
+    else:
+        for p in params if learner.accelerator.num_processes > 1 else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             torch.distributed.all_reduce(p.grad)
-    norm = float(torch.nn.utils.clip_grad_norm_(params, clip_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(params, clip_norm))
     if finite := math.isfinite(norm):
         learner.optimizer.step()
     learner.optimizer.zero_grad(set_to_none=True)
@@ -510,7 +588,7 @@ def optimizer_step(learner, clip_norm, names=()):
 def token_logprobs(learner, rows, temperature):
     """{(trajectory, position): logp} under the current policy, without gradient."""
     with torch.no_grad(), learner.autocast():
-        return {key: x for row in rows for key, x in zip(row.trained, packed_logprobs(learner.model, row, temperature)[0].tolist())}
+        return {key: x for row in even(learner, rows) for key, x in zip(row.trained, packed_logprobs(learner.model, row, temperature)[0].tolist())}
 
 
 def share(learner, trajectories, tokens_per_row):
@@ -554,6 +632,8 @@ def update(learner, trajectories, adv, config, watch=None, progress=False):
         try:
             more = _accumulate(learner, rows, pairs, old_logps, count, config, watch, bar)
         except torch.OutOfMemoryError:      # once more from the same weights, with smaller rows
+            if learner.shard:       # not in the middle of a gather
+                raise
             learner.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             tqdm.write(f"out of memory in the update: this mini-batch again with rows of {config.tokens_per_row // 2} tokens")
@@ -582,8 +662,8 @@ def _accumulate(learner, rows, pairs, old_logps, count, config, watch, bar):
     """Backward over the rows of one mini-batch; `count` is its number of trained tokens over all ranks. Returns the sums."""
     sums = collections.Counter()
     with learner.autocast():
-        for row in rows:
-            old_logp = old_logps and torch.tensor([old_logps[key] for key in row.trained], device=learner.model.device)     # [K]
+        for row in even(learner, rows):
+            old_logp = None if old_logps is None else torch.tensor([old_logps[key] for key in row.trained], device=learner.device)     # [K]
             loss, more = _row_loss(learner, row, pairs, old_logp, config, watch)
             (loss / count).backward()
             sums.update(more)
@@ -593,7 +673,7 @@ def _accumulate(learner, rows, pairs, old_logps, count, config, watch, bar):
 
 def _row_loss(learner, row, pairs, old_logp, config, watch):
     """(loss summed over the row's tokens, sums for the metrics)."""
-    device = learner.model.device
+    device = learner.device
     logp, entropy, _, watched = packed_logprobs(learner.model, row, config.temperature, list((watch or {}).values()))     # [K]
     old_logp = logp.detach() if old_logp is None else old_logp
     ref_logp = None
@@ -603,7 +683,7 @@ def _row_loss(learner, row, pairs, old_logp, config, watch):
     of = [pairs[i] for i, _ in row.trained]
     adv = torch.tensor([a for _, a in of], device=device)                                                               # [K]
     engine_logp = torch.tensor([t.logp[p] for (t, _), (_, p) in zip(of, row.trained)], device=device)                   # [K]
-    source = {s: torch.tensor([t.source == s for t, _ in of], device=device) for s in ("policy", "hint", "demo")}       # [K] each
+    source = {s: torch.tensor([t.source == s for t, _ in of], device=device, dtype=torch.bool) for s in ("policy", "hint", "demo")}       # [K] each
     importance = torch.exp((old_logp - engine_logp).clamp(-20, 20))
     weight = torch.ones_like(adv)
     if config.tis:
@@ -706,17 +786,18 @@ def checklist(learner, trajectories, config, watch):
     """The step-0 checklist: numbers that must be right before the first update. Prints PASS or FAIL, returns a dict."""
     groups = [t for t in trajectories if not t.infra_error and any(t.mask) and t.source == "policy"][: 2 * config.n]
     rows = pack(groups, config.tokens_per_row)
-    exact = learner.model.device.type == "cpu"
+    exact = learner.device.type == "cpu"
     gaps, kls, masses = [], [], []
     with torch.no_grad(), learner.autocast():
-        for row in rows:
+        for row in even(learner, rows):
             logp, _, _, watched = packed_logprobs(learner.model, row, config.temperature, list(watch.values()))
             gaps.append(logp.cpu() - torch.tensor([groups[i].logp[p] for i, p in row.trained]))
             if learner.reference is not None and config.kl_coef:
                 d = packed_logprobs(learner.reference, row, config.temperature)[0] - logp
                 kls.append((d.exp() - d - 1).cpu())
-            first = torch.tensor([s[0] for s in protocol_slots(row.trained, groups, watch)], device=watched.device)
+            first = torch.tensor([s[0] for s in protocol_slots(row.trained, groups, watch)], device=watched.device, dtype=torch.bool)
             masses.append(watched[first].cpu())
+    gaps, kls, masses = ([x for x in parts if len(x)] for parts in (gaps, kls, masses))     # not those of empty rows
     gap = torch.cat(gaps) if gaps else torch.zeros(1)
     share = sum(sum(t.mask) for t in groups) / max(sum(len(t.ids) for t in groups), 1)
     mass = dict(zip(watch, torch.cat(masses).mean(0).tolist())) if masses else {}
@@ -745,13 +826,13 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     """One whole step: rollout, update, push. Returns (metrics, trajectories of this rank).
 
     After a failure of the engine, or out of memory, there is a second attempt from the same state, with rows of half the tokens.
-    Not once a weight may have moved: that would be another step. Not with several ranks: the others wait for a sum."""
+    Not once a weight may have moved: that would be another step. Not with several ranks: the others wait for a sum. Nor sharded: weights may be half gathered."""
     moved, skipped = [], learner.skipped
     watching = learner.optimizer.register_step_pre_hook(lambda *_: moved.append(True))
     try:
         return _grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, signal)
     except Exception as e:
-        if moved or learner.accelerator.num_processes > 1 or isinstance(e, FloatingPointError) or not hasattr(engine, "abort"):
+        if moved or learner.accelerator.num_processes > 1 or learner.shard or isinstance(e, FloatingPointError) or not hasattr(engine, "abort"):
             raise
         tqdm.write(f"{traceback.format_exc()}step {step} failed: once more, with rows of {config.tokens_per_row // 2} tokens")
     finally:
@@ -759,7 +840,7 @@ def grpo_step(learner, engine, tokenizer, tasks, step, step_in_phase, config, si
     # Not inside the except: the exception keeps the frames, and they keep the memory of the failed attempt.
     learner.optimizer.zero_grad(set_to_none=True)
     learner.skipped = skipped
-    if learner.model.device.type == "cuda":
+    if learner.device.type == "cuda":
         torch.cuda.empty_cache()
     engine.abort()
     push(learner, engine)
@@ -833,6 +914,8 @@ def check_config(config):
         raise ValueError(f"--ops_weight is plain or luffy, not {config.ops_weight!r}")
     if config.checkpointing not in ("full", "mlp", "none"):
         raise ValueError(f"--checkpointing is full, mlp or none, not {config.checkpointing!r}")
+    if config.compile and (config.fsdp or config.offload_optimizer):
+        raise ValueError(f"--compile does not go with --{'fsdp' if config.fsdp else 'offload_optimizer'}: compiled layers that gather weights have not been tried on a GPU")
     if config.save_rollouts.lower() in ("true", "false"):
         raise ValueError(f"--save_rollouts is a folder, or none, not {config.save_rollouts}")
     if config.decode_feedback not in ("none", "short", "error"):
@@ -879,7 +962,7 @@ def main():
             check_rollouts_folder(config)
         engine = None if config.load_rollouts else make_engine(
             config.engine, path, tokenizer, kv_gib=config.kv_gib, sleep=config.sleep, max_model_len=config.max_prompt + config.max_response)
-        learner = make_learner(path, tokenizer, config.checkpointing, config.compile)
+        learner = make_learner(path, tokenizer, config.checkpointing, config.compile, fsdp=config.fsdp, offload=config.offload_optimizer)
         check_memory(learner, engine, config)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
@@ -904,8 +987,9 @@ def main():
         for step, metrics in replay(learner, tokenizer, config) if config.load_rollouts else play_on():
             log.write(json.dumps({"kind": "grpo", "step": step, **metrics}) + "\n")
             log.flush()
+    weights = full_weights(learner)
     if learner.accelerator.is_main_process:
-        learner.model.save_pretrained(os.path.join(config.out, "model"))
+        learner.model.save_pretrained(os.path.join(config.out, "model"), state_dict=weights)
         tokenizer.save_pretrained(os.path.join(config.out, "model"))
         print(f"wrote {config.out}/metrics.jsonl and {config.out}/model")
 

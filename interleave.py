@@ -114,7 +114,7 @@ class Config(GRPOConfig):
 
 BEST_WINDOW = 5     # OUT/best: the weights after the BEST_WINDOW steps of one round with the highest mean train reward
 BETAS = {True: (0.9, 0.999), False: (0.9, 0.95)}    # of RL, of SFT
-HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row"}   # may differ when a run is resumed
+HARMLESS = {"fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row", "fsdp", "offload_optimizer"}   # may differ when a run is resumed
 
 
 @dataclass
@@ -237,7 +237,7 @@ def on_alarm(run, phase, why):
     while back and (bad := damaged(back[-1][1])[0]):
         tqdm.write(f"{back.pop()[1]} is damaged ({bad}): not used")
     if back:
-        run.learner.model.load_state_dict(load_file(os.path.join(back[-1][1], "model.safetensors")), strict=False)
+        load_weights(run.learner, back[-1][1])
         grpo.push(run.learner, run.engine)
     run.write(kind="event", event="rollback", phase=state["phase"], step=state["step"], to=back[-1][0] if back else None)
     done, k = state["step_in_phase"], state["phase"]
@@ -249,8 +249,9 @@ def on_alarm(run, phase, why):
 def remember_healthy(run):
     """Weights to go back to, saved while nothing looks wrong; the last two are kept."""
     state, path = run.state, os.path.join(run.config.out, f"healthy-{run.state['step']:06d}")
+    weights = grpo.full_weights(run.learner)
     if run.main:
-        save_model(run, path)
+        save_model(run, path, weights)
     state["healthy"] = [h for h in state["healthy"] if h[1] != path][-1:] + [[state["step"], path]]
 
 
@@ -466,8 +467,9 @@ def begin_phase(run, phase):
             remember_healthy(run)
         if config.kl_coef and (config.reference == "reset" or not run.state["reference"]):
             path = os.path.join(config.out, f"reference-{run.state['phase']}")
+            weights = grpo.full_weights(run.learner)
             if run.main:
-                save_model(run, path)
+                save_model(run, path, weights)
             run.state["reference"] = path
             run.learner.accelerator.wait_for_everyone()
             grpo.set_reference(run.learner, path)
@@ -508,10 +510,10 @@ def uninterrupted():
         raise KeyboardInterrupt
 
 
-def save_model(run, path):
-    """The weights as a Hugging Face directory with the tokenizer, in place of what `path` held."""
+def save_model(run, path, weights):
+    """The weights (grpo.full_weights) as a Hugging Face directory with the tokenizer, in place of what `path` held."""
     shutil.rmtree(path + ".tmp", ignore_errors=True)
-    run.learner.model.save_pretrained(path + ".tmp")
+    run.learner.model.save_pretrained(path + ".tmp", state_dict=weights)
     run.tokenizer.save_pretrained(path + ".tmp")
     files = {name: _checksum(os.path.join(path + ".tmp", name), sync=True) for name in sorted(os.listdir(path + ".tmp"))}
     write_json(os.path.join(path + ".tmp", "checksums.json"), {"files": files})
@@ -523,27 +525,28 @@ def save_checkpoint(run):
     """OUT/ckpt-NNNNNN: a Hugging Face directory (fp32 safetensors, tokenizer) + optimizer.safetensors + state.json, which is
     written last and holds every file's size and crc32. Written under a temporary name, fsynced, renamed; the last two are
     kept. OUT/best is the one with the highest mean train reward (BEST_WINDOW), weights only."""
+    weights = grpo.full_weights(run.learner)
+    tensors = grpo.collect(run.learner, ((f"{name}/{k}", v.contiguous()) for name, p in run.learner.model.named_parameters()
+                                         for k, v in (run.learner.optimizer.state.get(p) or {}).items()))
     if run.main:
         with uninterrupted():
-            _save_checkpoint(run)
+            _save_checkpoint(run, weights, tensors)
     run.learner.accelerator.wait_for_everyone()
 
 
-def _save_checkpoint(run):
+def _save_checkpoint(run, weights, tensors):
     state, out = run.state, run.config.out
     state["saves"] += 1
     path = os.path.join(out, f"ckpt-{state['saves']:06d}")
     tmp = path + ".tmp"
     shutil.rmtree(tmp, ignore_errors=True)
-    run.learner.model.save_pretrained(tmp)
+    run.learner.model.save_pretrained(tmp, state_dict=weights)
     run.tokenizer.save_pretrained(tmp)
     rewards = state.get("rewards", [])
     if len(rewards) == BEST_WINDOW and sum(rewards) / BEST_WINDOW > state.get("best", -1.0):
         state["best"] = sum(rewards) / BEST_WINDOW
         run.write(kind="event", event="best", phase=state["phase"], step=state["step"], reward=state["best"])
-        save_model(run, os.path.join(out, "best"))      # before the checkpoint: killed in between, this step is played again
-    tensors = {f"{name}/{k}": v.contiguous() for name, p in run.learner.model.named_parameters()
-               for k, v in (run.learner.optimizer.state.get(p) or {}).items()}
+        save_model(run, os.path.join(out, "best"), weights)      # before the checkpoint: killed in between, this step is played again
     save_file(tensors, os.path.join(tmp, "optimizer.safetensors"))
     os.fsync(run.log.fileno())
     files = {f: _checksum(os.path.join(tmp, f), sync=True) for f in sorted(os.listdir(tmp))}
@@ -621,13 +624,18 @@ def find_checkpoint(out):
     return None, None
 
 
+def load_weights(learner, path):
+    own = learner.model.state_dict()
+    learner.model.load_state_dict({k: grpo.like(v, own.get(k)) for k, v in load_file(os.path.join(path, "model.safetensors")).items()}, strict=False)
+
+
 def load_optimizer(learner, path):
     tensors = load_file(os.path.join(path, "optimizer.safetensors"))
     for name, p in learner.model.named_parameters():
         state = {k: tensors[f"{name}/{k}"] for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{k}" in tensors}
         if state:
-            learner.optimizer.state[p] = {k: v if k == "step" and not learner.optimizer.param_groups[0]["fused"] else v.to(p.device)
-                                          for k, v in state.items()}
+            learner.optimizer.state[p] = {k: v if k == "step" and not learner.optimizer.param_groups[0]["fused"] else
+                                          (v if k == "step" else grpo.like(v, p)).to(p.device) for k, v in state.items()}
 
 
 # What a run leaves in OUT: all that --fresh may delete. config.json and lock stay: the one is replaced, the other is held.
@@ -688,7 +696,7 @@ def prepare(config):
         raise ValueError("--fault no_think_context: this model's chat template gives no empty think block")
     first = int(os.environ.get("RANK", 0)) == 0
     lock = claim_out(config) if first else None
-    learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.compile, config.report_to, config.out)
+    learner = grpo.make_learner(base, tokenizer, config.checkpointing, config.compile, config.report_to, config.out, config.fsdp, config.offload_optimizer)
     if first:       # only now does --fresh delete: whatever could be wrong with the flags, the data or the model would have shown
         path, state = prepare_out(config)
     if config.report_to:
@@ -706,7 +714,7 @@ def prepare(config):
     state.pop("files", None)
     run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes, lock=lock)
     if path:
-        learner.model.load_state_dict(load_file(os.path.join(path, "model.safetensors")), strict=False)
+        load_weights(learner, path)
         kind = state["plan"][min(state["phase"], len(state["plan"]) - 1)][1]
         grpo.set_optimizer(learner, config.lr, BETAS[kind == "rl"], config.weight_decay)
         load_optimizer(learner, path)
@@ -732,7 +740,7 @@ def prepare(config):
     return run
 
 
-def report(run):
+def report(run, weights):
     """The table at the end, the model as a Hugging Face directory, a figure."""
     out, rows = run.config.out, collections.defaultdict(dict)
     for line in open(os.path.join(out, "metrics.jsonl"), encoding="utf-8"):
@@ -744,7 +752,7 @@ def report(run):
         cells = [f"{k}/{n} = {100 * r:.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" for k, n, r, lo, hi in (splits[s] for s in ("train", "test"))]
         print(f"{name:14} {cells[0]:>34} {cells[1]:>34}")
     model = os.path.join(out, "model")
-    save_model(run, model)
+    save_model(run, model, weights)
     plot = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools", "plot.py")
     plotted = subprocess.run([sys.executable, plot, out], capture_output=True, text=True)
     print(f"\ncheckpoint    {model}\nmetrics       {out}/metrics.jsonl\ntrajectories  {grpo.rollouts_folder(run.config) or 'not saved'}, {out}/eval/")
@@ -762,8 +770,9 @@ def main():
     again = lambda: f"the same command continues from {(checkpoints(config.out) or ['the start'])[-1]}"
     try:
         train(run)
+        weights = grpo.full_weights(run.learner)
         if run.main:
-            report(run)
+            report(run, weights)
     except KeyboardInterrupt:
         sys.exit(f"\ninterrupted: {again()}")
     except Exception as e:

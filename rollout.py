@@ -294,8 +294,8 @@ def print_trajectory(trajectory, tokenizer, file=None, max_prompt=400):
 def weight_sums(parameters, dtype=None):
     """(sum, sum of magnitudes) over all weights, as `dtype` holds them: equal on both sides of a push, however either side
     fuses or orders its tensors."""
-    parameters = [p.to(dtype or p.dtype) for p in parameters]
-    return tuple(float(sum(f(p).sum(dtype=torch.float64) for p in parameters)) for f in (lambda p: p, torch.abs))
+    sums = [(p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)) for p in (p.to(dtype or p.dtype) for p in parameters)]
+    return tuple(float(sum(column)) for column in zip(*sums))
 
 
 def request_seed(seed, request_id, length):
@@ -527,8 +527,7 @@ class VLLMEngine:
 
     def load_weights(self, named):
         self.hashed.clear()
-        named = [(n, p.detach()) for n, p in named]
-        self.llm.apply_model(lambda m: m.load_weights(iter(named)))
+        self.llm.apply_model(lambda m: m.load_weights((n, p.detach()) for n, p in named))   # one by one: they may be gathered as they come
         if not self.llm.reset_prefix_cache():   # it refuses while requests run; old keys would then be reused (vllm#9744)
             raise RuntimeError("vLLM did not drop its prefix cache after the weight push")
 

@@ -62,6 +62,8 @@ class SFTConfig:
     stop_accuracy: float = field(default=0.0, metadata={"help": "stop once the last steps' token accuracy reaches this; 0 = never"})
     group_by_tools: bool = field(default=False, metadata={"help": "fill steps with dialogues of the same tools: fewer tokens, other batches"})
     tokens_per_row: int = field(default=32768, metadata={"help": "tokens of one packed forward"})
+    fsdp: bool = field(default=False, metadata={"help": "several GPUs share weights, gradients and Adam's moments (FSDP2)"})
+    offload_optimizer: bool = field(default=False, metadata={"help": "they lie in the host's memory, also with one GPU; implies --fsdp"})
     init_tags: bool = field(default=False, metadata={"help": "give untrained <tool_call> rows of the embedding a start (Coder weights)"})
     show: int = field(default=0, metadata={"help": "print the first N dialogues and stop"})
 
@@ -326,7 +328,7 @@ def check_tags(model, tokenizer, init=False):
     """Say so when the rows of the tool tags equal a row that was never trained (Qwen2.5-Coder): such a model cannot emit them
     and small learning rates do not get it there. `init` sets them to the mean of the rows of the tag's words, mean norm."""
     with torch.no_grad():
-        rows = model.get_input_embeddings().weight
+        rows = grpo.whole(model.get_input_embeddings().weight)
         if len(rows) <= len(tokenizer):
             return
         unused, norm = rows[len(tokenizer)], rows[: len(tokenizer)].norm(dim=1).mean()
@@ -337,9 +339,11 @@ def check_tags(model, tokenizer, init=False):
             tqdm.write(f"the embedding row of {tag} was never trained" + (": initialised" if init else ": SFT needs --init_tags to get anywhere"))
             if init:
                 pieces = tokenizer(tag.replace("_", " "), add_special_tokens=False).input_ids
-                for weight in {id(w): w for w in (rows, model.get_output_embeddings().weight)}.values():
+                for p in {id(p): p for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}.values():
+                    weight = grpo.whole(p)
                     mean = weight[pieces].mean(0)
                     weight[i] = mean * norm / mean.norm()
+                    p.copy_(grpo.like(weight, p))       # for a sharded one; else it is itself
 
 
 # --- ALGO: batches, schedule, one step ------------------------------------------------------------------------------------
@@ -376,7 +380,7 @@ def sft_step(learner, batch, lr, config):
         group["lr"] = lr
     sums = {"nll": 0.0, "right": 0.0, "read": sum(len(r.ids) for r in rows)}
     with learner.autocast():
-        for row in rows:
+        for row in grpo.even(learner, rows):
             logp, _, right, _ = grpo.packed_logprobs(learner.model, row, watch=[])      # [K]
             loss = -logp.sum() / count      # each trained token of the step weighs the same, whatever the rows and ranks
             loss.backward()
@@ -431,7 +435,7 @@ def main():
             for t in dialogues:
                 print_trajectory(t, tokenizer)
             return
-        learner = grpo.make_learner(path, tokenizer)
+        learner = grpo.make_learner(path, tokenizer, fsdp=config.fsdp, offload=config.offload_optimizer)
         check_tags(learner.model, tokenizer, config.init_tags)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
@@ -442,8 +446,9 @@ def main():
         for step, metrics, last in sft_phase(learner, dialogues, config):
             log.write(json.dumps({"kind": "sft", "phase": 0, "step": 0, "sft_step": step, **metrics}) + "\n")
             log.flush()
+    weights = grpo.full_weights(learner)
     if learner.accelerator.is_main_process:
-        learner.model.save_pretrained(os.path.join(config.out, "model"))
+        learner.model.save_pretrained(os.path.join(config.out, "model"), state_dict=weights)
         tokenizer.save_pretrained(os.path.join(config.out, "model"))
         print(f"loss {metrics['loss']:.4f}, token accuracy {metrics['token_accuracy']:.3f}; wrote {config.out}/model")
 

@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import decimal
 import doctest
+import functools
 import gc
 import hashlib
 import importlib
@@ -1928,6 +1929,7 @@ def test_task_order_is_a_pure_function_and_each_epoch_a_permutation():
     (dict(ops_weight="x"), "plain or luffy"), (dict(tokens_per_row=0), "--tokens_per_row"), (dict(n=1), "--n 1 learns nothing"),
     (dict(temperature=math.nan), "--temperature must"), (dict(temperature=math.inf), "--temperature must"), (dict(kv_gib=0.0), "--kv_gib must"),
     (dict(max_observation=0), "--max_observation must"), (dict(dual_clip=0.5), "--dual_clip must"),
+    (dict(compile=True, fsdp=True), "--compile does not go with --fsdp"), (dict(compile=True, offload_optimizer=True), "--compile does not go with --offload"),
     *((dict([(name, -1)]), f"--{name} must be .*0") for name in ("lr", "kl_coef", "clip_low", "clip_high", "clip_norm", "warmup", "weight_decay", "tis",
                                                                 "seed", "train_tasks"))])
 def test_settings_that_would_spoil_a_run_are_refused(change, word):
@@ -2112,48 +2114,137 @@ def forest_for_ranks():
     return trajectories, advantages_of(trajectories)
 
 
-def rank_update(path):
-    """Two updates and an SFT step with this process's share -> (weights, metrics)."""
-    learner = grpo.make_learner(path)
+@pytest.fixture(scope="session")
+def untied(padded, tmp_path_factory):
+    """A model with padding rows, a head of its own, and tool tags that were never trained."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(padded), ro.AutoTokenizer.from_pretrained(padded)
+    model.config.tie_word_embeddings = False
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.12)
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("<tool_call>")] = model.model.embed_tokens.weight[VOCAB]
+    path = str(tmp_path_factory.mktemp("models") / "untied")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def my_share(learner, trajectories):
+    """The places of this rank's groups."""
+    return [k for k, t in enumerate(trajectories) if t.group % learner.accelerator.num_processes == learner.accelerator.process_index]
+
+
+def rank_update(path, **how):
+    """A checklist, two updates, two SFT steps and a push with this process's share -> (the engine's weights, metrics)."""
+    learner = grpo.make_learner(path, ro.load_tokenizer(path), **how)
     learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.3)
-    rank, world = learner.accelerator.process_index, learner.accelerator.num_processes
+    grpo.set_reference(learner, path)
+    assert bool(learner.shard) == all(isinstance(p, grpo.DTensor) for m in (learner.model, learner.reference) for p in m.parameters())
     trajectories, adv = forest_for_ranks()
-    share = [k for k, t in enumerate(trajectories) if t.group % world == rank]
-    metrics = grpo.update(learner, [trajectories[k] for k in share], [adv[k] for k in share], config_for_update(mini_batch=2))
-    metrics |= {f"sft/{k}": v for k, v in sft.sft_step(learner, trajectories[:7], 0.3, sft.SFTConfig()).items()}
-    return {n: p.detach().clone() for n, p in learner.model.named_parameters()}, metrics
+    share, config = my_share(learner, trajectories), config_for_update(mini_batch=2, kl_coef=0.1, tokens_per_row=100, clip_norm=0.5)
+    checks = grpo.checklist(learner, trajectories if learner.accelerator.is_main_process else [], config, {"a": 1})     # one rank has no row at all
+    assert all(math.isfinite(v["value"]) for v in checks.values()) and checks.get("KL to the reference", {"value": 0.0})["value"] == 0
+    metrics = grpo.update(learner, [trajectories[k] for k in share], [adv[k] for k in share], config)
+    for batch in (trajectories[:7], trajectories[:1]):      # of a single dialogue, too
+        metrics |= {f"sft {len(batch)}/{k}": v for k, v in sft.sft_step(learner, batch, 0.3, sft.SFTConfig()).items()}
+    engine = HFEngine(path, [0])
+    grpo.push(learner, engine)
+    return {n: p.detach().clone() for n, p in engine.model.named_parameters()}, metrics
 
 
-def rank_main(path, out):
+def rank_main(paths, out, how):
     """What test_two_ranks runs in each of its processes."""
-    weights, metrics = rank_update(path)
-    rank = int(os.environ["RANK"])
-    torch.save((weights, metrics), f"{out}/{rank}.pt")
+    for k, path in enumerate(paths):
+        torch.save(rank_update(path, **how), f"{out}/{k}.{os.environ['RANK']}.pt")
 
 
-def test_two_ranks_make_the_step_of_one(sharp, tmp_path):
-    """Case 29, over gloo: the gradient is a mean over all trained tokens, wherever they are; metrics are over all ranks."""
+def in_two_ranks(code):
+    """Run `code` in two processes over gloo, to the end of both."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true",
                         "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code = f"import test_smoke; test_smoke.rank_main({sharp!r}, {str(tmp_path)!r})"
-    ranks = [subprocess.Popen([sys.executable, "-c", code], cwd=HERE, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True)
-             for r in range(2)]
-    errors = [r.communicate()[1] for r in ranks]
+    ranks = [subprocess.Popen([sys.executable, "-c", f"import test_smoke; test_smoke.{code}"], cwd=HERE, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                              stderr=subprocess.PIPE, text=True) for r in range(2)]
+    try:
+        errors = [r.communicate(timeout=180)[1] for r in ranks]
+    finally:
+        for r in ranks:     # else one that waits for the other stays
+            r.kill()
     assert [r.returncode for r in ranks] == [0, 0], errors[0][-2000:] + errors[1][-2000:]
-    weights, metrics = rank_update(sharp)
-    start = {n: p for n, p in AutoModelForCausalLM.from_pretrained(sharp).named_parameters()}
-    (w0, m0), (w1, m1) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
-    assert same_bits(w0, w1) and metrics["updates"] == 2
+
+
+def assert_same_update(got, expected, start):
+    (w0, m0), (weights, metrics) = got, expected
+    assert metrics["updates"] == 2 and metrics["kl"] > 0 and metrics["grad_norm"] > 1       # clipped
     for name in weights:
         assert (weights[name] - w0[name]).abs().max() < 1e-6
-    assert max(float((weights[n] - start[n].detach()).abs().max()) for n in weights) > 1e-3
-    assert m0 == m1
-    for key in ("updates", "groups_kept", "trained_tokens", "grad_norm", "pg_loss", "entropy", "ratio", "engine_gap", "sft/loss", "sft/token_accuracy",
-                "sft/trained_tokens", "sft/grad_norm"):
+    assert max(float((weights[n] - p.detach()).abs().max()) for n, p in AutoModelForCausalLM.from_pretrained(start).named_parameters()) > 1e-3
+    for key in ("updates", "groups_kept", "trained_tokens", "grad_norm", "pg_loss", "kl", "entropy", "ratio", "engine_gap",
+                *(f"sft {n}/{k}" for n in (7, 1) for k in ("loss", "token_accuracy", "trained_tokens", "grad_norm"))):
         assert m0[key] == pytest.approx(metrics[key], rel=1e-4), key
+
+
+@pytest.mark.parametrize("how", [{}, {"fsdp": True}], ids=["whole", "sharded"])
+def test_two_ranks_make_the_step_of_one(sharp, untied, tmp_path, how):
+    """Case 29, over gloo: the gradient is a mean over all trained tokens, wherever they are; metrics are over all ranks. Tied and
+    untied heads; ranks with fewer rows, and without any."""
+    paths = [sharp, untied]
+    in_two_ranks(f"rank_main({paths!r}, {str(tmp_path)!r}, {how!r})")
+    for k, path in enumerate(paths):
+        (w0, m0), (w1, m1) = (torch.load(tmp_path / f"{k}.{r}.pt") for r in range(2))
+        assert same_bits(w0, w1) and m0 == m1
+        assert_same_update((w0, m0), rank_update(path), path)
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "mlp", "none"])
+def test_one_sharded_rank_makes_the_same_step_whatever_is_recomputed(sharp, untied, monkeypatch, checkpointing):
+    monkeypatch.setattr(grpo, "HEAD_CHUNK", 7)      # the head's chunks are recomputed, too
+    for path in (sharp, untied):
+        assert_same_update(rank_update(path, checkpointing=checkpointing, offload=True), rank_update(path, checkpointing=checkpointing), path)
+
+
+def some_steps(path, out, steps, start="", **how):
+    """Updates by each rank's share, from the checkpoint in `start` on if there is one; leaves a checkpoint in `out`."""
+    run = make_run(path, out, **how)
+    sft.check_tags(run.learner.model, run.tokenizer, init=True)
+    grpo.set_optimizer(run.learner, 1e-3)
+    if start:
+        checkpoint, _ = interleave.find_checkpoint(start)
+        interleave.load_weights(run.learner, checkpoint)
+        interleave.load_optimizer(run.learner, checkpoint)
+    trajectories, adv = forest_for_ranks()
+    share = my_share(run.learner, trajectories)
+    for _ in range(steps):
+        grpo.update(run.learner, [trajectories[k] for k in share], [adv[k] for k in share], config_for_update())
+    interleave.save_checkpoint(run)
+
+
+def rank_steps(paths, out):
+    """What the next test runs in each of its processes."""
+    for k, path in enumerate(paths):
+        some_steps(path, f"{out}/{k}/sharded", 2, fsdp=True)
+        some_steps(path, f"{out}/{k}/then sharded", 1, f"{out}/{k}/whole", fsdp=True)
+
+
+def test_a_sharded_checkpoint_goes_on_whole_and_back(sharp, untied, tmp_path):
+    """Case 32: the same files, whichever way they were written."""
+    paths = [sharp, untied]
+    for k, path in enumerate(paths):
+        some_steps(path, f"{tmp_path}/{k}/whole", 2)
+        some_steps(path, f"{tmp_path}/{k}/straight", 3)
+    in_two_ranks(f"rank_steps({paths!r}, {str(tmp_path)!r})")
+    for k, path in enumerate(paths):
+        some_steps(path, f"{tmp_path}/{k}/then whole", 1, f"{tmp_path}/{k}/sharded")
+        for a, b in (("whole", "sharded"), ("straight", "then whole"), ("straight", "then sharded")):
+            a, b = (interleave.find_checkpoint(f"{tmp_path}/{k}/{x}")[0] for x in (a, b))
+            assert sorted(os.listdir(a)) == sorted(os.listdir(b))
+            assert (open(f"{a}/config.json").read() == open(f"{b}/config.json").read())
+            for name in ("model.safetensors", "optimizer.safetensors"):
+                x, y = (interleave.load_file(f"{c}/{name}") for c in (a, b))
+                assert x.keys() == y.keys() and all(x[n].shape == y[n].shape and (x[n] - y[n]).abs().max() < 1e-5 for n in x), name
+                assert any("/exp_avg" in n or "embed" in n for n in x)
 
 
 def test_ranks_share_a_mini_batch_by_tokens():
@@ -2505,7 +2596,7 @@ def make_run(path, out, engine=None, **flags):
     config = interleave.Config(**(defaults | flags))
     state = {"plan": [dataclasses.astuple(p) for p in interleave.plan(config)], "phase": 0, "step_in_phase": 0, "step": 0, "saves": 0,
              "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}
-    run = interleave.Run(config, SMALL[:2], SMALL[2:3], ro.load_tokenizer(path), engine, grpo.make_learner(path), state, [])
+    run = interleave.Run(config, SMALL[:2], SMALL[2:3], ro.load_tokenizer(path), engine, grpo.make_learner(path, fsdp=config.fsdp, offload=config.offload_optimizer), state, [])
     run.log = open(os.path.join(out, "metrics.jsonl"), "a")
     return run
 
@@ -3254,6 +3345,29 @@ def test_gpu_packed_bf16_is_as_close_as_plain_bf16(gpu_model):
     assert error < 2e-2 and error < 2 * (torch.stack([plain[key] for key in row.trained]).double() - wanted).abs().mean() + 1e-4
     others = torch.tensor([i != 0 for i, _ in row.trained])
     assert torch.equal(packed[others.to(packed.device)], again[others.to(packed.device)])
+
+
+@needs_gpu
+def test_gpu_an_update_with_all_on_the_host_is_the_same(gpu_model):
+    """--offload_optimizer: weights, gradients and moments lie on the host; what an update changes is that of the plain one, in bf16."""
+    trajectories, adv = forest_for_ranks()
+    start = {n: p.detach() for n, p in AutoModelForCausalLM.from_pretrained(gpu_model).named_parameters()}
+    moved = []
+    for offload in (False, True):
+        learner = gpu_learner(gpu_model)
+        if offload:
+            learner.shard = functools.partial(grpo.shard, device=torch.device("cuda"), offload=True)
+            learner.shard(learner.model.cpu())
+        learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)
+        grpo.set_reference(learner, gpu_model)
+        assert learner.device.type == "cuda" and all((p.device.type == "cpu") == offload for p in learner.model.parameters())
+        metrics = grpo.update(learner, trajectories, adv, config_for_update(kl_coef=0.1))
+        assert metrics["updates"] == 1 and metrics["kl"] == 0
+        moved.append({n: grpo.whole(p).detach().cpu() - start[n] for n, p in learner.model.named_parameters()})
+    assert relative(moved[1], moved[0]) < 0.1 and relative(start, {n: start[n] + moved[0][n] for n in start}) > 1e-3
+    grpo.set_optimizer(learner, 1e-3)       # and Adam's moments stay there, too
+    assert grpo.update(learner, trajectories, adv, config_for_update())["updates"] == 1
+    assert all(v.device.type == "cpu" for state in learner.optimizer.state.values() for v in state.values())
 
 
 def separate_on(model, trajectories):
