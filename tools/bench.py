@@ -19,6 +19,7 @@ that fails (no memory, no kernel) is reported as failed and the others still cou
     python tools/bench.py update --shape 1.5b --rows plain,padded,tree,trl --batch 8
     python tools/bench.py rollout --model DIR                                   # 60 tasks x 8 on vLLM
     python tools/bench.py rollout --shape 1.5b --tokenizer DIR                  # the same with random weights
+    python tools/bench.py step --shape 1.5b --tokenizer DIR                     # one whole step, 60 x 8, three updates, all groups kept
 """
 import argparse
 import cProfile
@@ -49,6 +50,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import env_bfcl
 import grpo
 import sft
+from reward import watch_ids
 
 TRL = "1.16.0"      # the version that the row trl was written for
 GPU = torch.cuda.is_available()
@@ -500,8 +502,8 @@ def record(args, engine, tokenizer, tasks):
     return scripts
 
 
-def multi_turn(args, engine, tokenizer, tasks, scripts, barrier=False):
-    """One rollout through rollout.rollout; seconds, and where they went."""
+def replayed(args, engine, tokenizer, tasks, scripts, barrier=False):
+    """One rollout through rollout.rollout: (trajectories, its row: seconds, and where they went)."""
     replay, stats = Replay(engine, scripts, barrier), {}
     envs = [ReplayEnv(t, s, decode_feedback="error") for t, s in zip([t for t in tasks for _ in range(args.n)], scripts)]
     start = time.perf_counter()
@@ -511,10 +513,15 @@ def multi_turn(args, engine, tokenizer, tasks, scripts, barrier=False):
     assert not lost, lost[0]
     engine_s = stats["engine_s"] if not barrier else stats["engine_s"] - replay.add_s
     rest = seconds - engine_s - replay.add_s - stats["env_s"] - stats["reward_s"]
-    return {"seconds": seconds, "sampled_tokens": stats["sampled_tokens"], "generations": stats["generations"], "engine_steps": replay.steps,
-            "engine_s": engine_s, "add_s": replay.add_s, "env_s": stats["env_s"], "reward_s": stats["reward_s"], "glue_s": rest,
-            "env_reward_glue_share": (stats["env_s"] + stats["reward_s"] + rest) / seconds,
-            "response_tokens": sum(len(t.ids) - t.prompt_len for t in trajectories) / len(trajectories)}
+    return trajectories, {
+        "seconds": seconds, "sampled_tokens": stats["sampled_tokens"], "generations": stats["generations"], "engine_steps": replay.steps,
+        "engine_s": engine_s, "add_s": replay.add_s, "env_s": stats["env_s"], "reward_s": stats["reward_s"], "glue_s": rest,
+        "env_reward_glue_share": (stats["env_s"] + stats["reward_s"] + rest) / seconds,
+        "response_tokens": sum(len(t.ids) - t.prompt_len for t in trajectories) / len(trajectories)}
+
+
+def multi_turn(*args, **how):
+    return replayed(*args, **how)[1]
 
 
 def single_shot(args, engine, tokenizer, tasks, scripts):
@@ -548,23 +555,32 @@ def profile_rollout(play, path):
     print(f"wrote {path}")
 
 
+def model_folder(args, tokenizer, folder):
+    """--model, or a directory for vLLM with the random weights of --shape."""
+    if not args.model:
+        build_model(args, tokenizer).to(torch.bfloat16 if GPU else torch.float32).save_pretrained(folder)
+        gc.collect()
+        torch.cuda.empty_cache() if GPU else None
+    return args.model or folder
+
+
+def only_lengths(engine):
+    """From here on nothing stops a generation but its length: every row samples exactly the scripts' numbers of tokens."""
+    engine.params = functools.partial(engine.params, ignore_eos=True, stop_token_ids=[])
+
+
 def bench_rollout(args):
     if not args.model and not args.tokenizer:
         sys.exit("error: --shape needs --tokenizer DIR")
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     tasks = env_bfcl.load_tasks("train", ("base",))[: args.tasks]
     with tempfile.TemporaryDirectory() as folder:
-        if not args.model:      # vLLM reads a directory
-            build_model(args, tokenizer).to(torch.bfloat16).save_pretrained(folder)
-            gc.collect()
-            torch.cuda.empty_cache() if GPU else None
         start = time.perf_counter()
-        engine = VLLMEngine(args.model or folder, chat_glue(tokenizer).stop, max_model_len=args.max_len, kv_gib=args.kv_gib)
+        engine = VLLMEngine(model_folder(args, tokenizer, folder), chat_glue(tokenizer).stop, max_model_len=args.max_len, kv_gib=args.kv_gib)
         engine_start_s = time.perf_counter() - start
     trainer = build_model(args, tokenizer)      # after the engine, which counts free memory when it starts
     scripts = record(args, engine, tokenizer, tasks)
-    # From here on nothing stops a generation but its length: every row samples exactly the scripts' numbers of tokens.
-    engine.params = functools.partial(engine.params, ignore_eos=True, stop_token_ids=[])
+    only_lengths(engine)
     rows, pushes = {}, []
 
     def push():
@@ -602,11 +618,93 @@ def bench_rollout(args):
     engine.close()
 
 
+# --- one whole step: replayed rollout, log-probabilities, updates, push --------------------------------------------------------
+
+def measure_step(args, engine, tokenizer, tasks, scripts, path, options):
+    """One GRPO step as grpo.grpo_step does it, all groups with mixed advantages; the options as in grpo.py's flags."""
+    known = {"full", "mlp", "none", "compile", "offload"}
+    if set(options) - known:
+        raise ValueError(f"unknown option {(set(options) - known).pop()}: {', '.join(sorted(known))}")
+    config = grpo.GRPOConfig(checkpointing=next((o for o in options if o in ("full", "mlp", "none")), "full"), sleep=args.sleep, prompts=len(tasks),
+                             mini_batch=max(len(tasks) // 3, 1), n=args.n, tokens_per_row=args.tokens_per_row)
+    learner = grpo.make_learner(path, tokenizer, config.checkpointing, "compile" in options, offload="offload" in options)
+    grpo.set_optimizer(learner, config.lr)
+    grpo.set_reference(learner, path)
+    token_logprobs, spent, rng = grpo.token_logprobs, [], random.Random(1)
+
+    def timed(*call):
+        synchronise()
+        start = time.perf_counter()
+        try:
+            return token_logprobs(*call)        # its numbers are read on the CPU: the GPU is done
+        finally:
+            spent.append(time.perf_counter() - start)
+
+    def step(tasks):
+        """Seconds of each part."""
+        spent.clear()
+        trajectories, row = replayed(args, engine, tokenizer, tasks, scripts[: len(tasks) * args.n])
+        for i, t in enumerate(trajectories):
+            t.group = i // args.n
+        adv, marks = [rng.choice((-1.0, 1.0)) * rng.uniform(0.5, 2) for _ in trajectories], [time.perf_counter()]
+        if args.sleep:
+            engine.sleep()
+        marks.append(time.perf_counter())
+        metrics = grpo.update(learner, trajectories, adv, config, watch_ids(tokenizer))
+        synchronise()
+        marks.append(time.perf_counter())
+        if args.sleep:
+            torch.cuda.empty_cache()
+            engine.wake()
+        grpo.push(learner, engine)
+        synchronise()
+        marks.append(time.perf_counter())
+        slept, update_s, push_s = (b - a for a, b in zip(marks, marks[1:]))
+        return {"seconds": row["seconds"] + sum((slept, update_s, push_s)), "rollout_s": row["seconds"], "old_logprobs_s": sum(spent),
+                "update_s": update_s - sum(spent), "push_s": push_s + slept, "updates": metrics["updates"], "engine_gap": metrics["engine_gap"],
+                **{k: metrics[k] for k in ("groups_kept", "trained_tokens", "row_tokens", "rows", "tokens_saved")}}
+
+    grpo.token_logprobs = timed
+    try:
+        grpo.push(learner, engine)
+        step(tasks[:6])     # compiles, and allocates Adam's moments
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        row = step(tasks)
+    finally:
+        grpo.token_logprobs = token_logprobs
+        engine.abort()
+    if GPU:
+        free, whole = torch.cuda.mem_get_info()
+        row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "card_used_gib": (whole - free) / 2**30}
+    return row
+
+
+def bench_step(args):
+    if not args.model and not args.tokenizer:
+        sys.exit("error: --shape needs --tokenizer DIR")
+    tokenizer, rows = load_tokenizer(args.tokenizer or args.model), {}
+    tasks = env_bfcl.load_tasks("train", ("base",))[: args.tasks]
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_folder(args, tokenizer, folder)
+        engine = VLLMEngine(path, chat_glue(tokenizer).stop, max_model_len=args.max_len, kv_gib=args.kv_gib, sleep=args.sleep)
+        scripts = record(args, engine, tokenizer, tasks)
+        only_lengths(engine)
+        for name in args.rows.split(","):
+            attempt(name, rows, lambda: measure_step(args, engine, tokenizer, tasks, scripts, path, name.split(":")))
+            written = write(args, rows, shape=args.model and "" or args.shape, trajectories=len(scripts))
+        engine.close()
+    table(rows, [("seconds", "seconds", ".2f"), ("rollout", "rollout_s", ".2f"), ("old logprobs", "old_logprobs_s", ".2f"), ("ref + update", "update_s", ".2f"),
+                 ("push", "push_s", ".2f"), ("updates", "updates", ""), ("peak GiB", "peak_gib", ".1f"), ("card GiB", "card_used_gib", ".1f"), ("gap", "engine_gap", ".4f")])
+    print(f"wrote {written}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     update, roll = commands.add_parser("update", help="gradient of the GRPO loss"), commands.add_parser("rollout", help="multi-turn generation with vLLM")
-    for p in (update, roll):
+    whole = commands.add_parser("step", help="one whole GRPO step, split: rollout (replayed), log-probabilities, updates, push")
+    for p in (update, roll, whole):
         p.add_argument("--model", default="", help="a Hugging Face directory")
         p.add_argument("--shape", default="1.5b" if GPU else "tiny", choices=SHAPES, help="random weights of this size, without --model")
         p.add_argument("--tokenizer", default="", help="directory of a tokenizer, where the model is random")
@@ -626,17 +724,21 @@ def main():
     update.add_argument("--budget", type=float, default=30.0, help="seconds after which a pass is stopped and scaled up")
     update.add_argument("--tflops", type=float, default=790.0, help="dense bf16 TFLOP/s of the device (790: measured on an H200)")
     update.add_argument("--profile", default="", help="write a profile of the tree row here")
-    roll.add_argument("--tasks", type=int, default=60, help="Base train tasks")
-    roll.add_argument("--live", action="store_true", help="replay one sampled pass instead of the ground truth (weights that can call tools)")
-    roll.add_argument("--jitter", type=float, default=0.3, help="message lengths differ by up to this share, so that groups do not move in step")
+    for p in (roll, whole):
+        p.add_argument("--tasks", type=int, default=60, help="Base train tasks")
+        p.add_argument("--live", action="store_true", help="replay one sampled pass instead of the ground truth (weights that can call tools)")
+        p.add_argument("--jitter", type=float, default=0.3, help="message lengths differ by up to this share, so that groups do not move in step")
+        p.add_argument("--kv_gib", type=float, default=16.0 if GPU else 2.0, help="GiB of keys and values")
+        p.add_argument("--max_len", type=int, default=16384, help="longest prompt + response")
     roll.add_argument("--reps", type=int, default=2, help="runs a row; the fastest counts")
-    roll.add_argument("--kv_gib", type=float, default=16.0 if GPU else 2.0, help="GiB of keys and values")
     roll.add_argument("--profile", default="", help="write a profile of the multi-turn row here")
-    roll.add_argument("--max_len", type=int, default=16384, help="longest prompt + response")
+    whole.add_argument("--rows", default="full,mlp:compile,none:compile" if GPU else "none", help="grpo.py's flags: full, mlp or none, compile, offload")
+    whole.add_argument("--tokens_per_row", type=int, default=32768 if GPU else 8192, help="tokens of a packed row")
+    whole.add_argument("--sleep", action="store_true", help="vLLM gives its memory back during the update")
     args = parser.parse_args()
     if args.model and not os.path.isfile(os.path.join(args.model, "config.json")):
         parser.error(f"no model in {args.model!r}")
-    bench_update(args) if args.what == "update" else bench_rollout(args)
+    {"update": bench_update, "rollout": bench_rollout, "step": bench_step}[args.what](args)
 
 
 if __name__ == "__main__":
