@@ -203,20 +203,27 @@ ALARMS = {      # metric -> (the healthy window it is compared with, the smalles
 def alarm(history):
     """Why the run looks like it is collapsing, or "". `history`: {metric: value} of this round's steps, oldest first.
 
-    A metric fires if in the last two steps it lies more than 5 robust standard deviations (1.4826 x the median absolute
-    deviation, at least the metric's smallest spread) above the median of its healthy window: the round's first 10 steps
-    ("start"), or the 20 steps before the last two ("recent"). No alarm before a round's 12th step. The reward is not
-    looked at: it falls last. What collapses within the first 10 steps is its own healthy window and rings nothing."""
+    A metric fires if it lies above a limit in both of the last two steps. The limit is 5 robust standard deviations (1.4826 x
+    the median absolute deviation, at least the metric's smallest spread) above the median of its healthy window: the round's
+    first 10 steps ("start"), or the 20 steps before the last two ("recent"); so not before a round's 12th step. What breaks
+    faster would be its own healthy window, so a "start" metric also fires against the round's first step, which no update
+    preceded: 5 smallest spreads or 8 binomial standard deviations of that one share above it (8: the messages of a group are
+    alike. results/LOG.md has the runs by which it was chosen). The reward is not looked at: it falls last."""
     for metric, (window, least) in ALARMS.items():
         values = [h[metric] for h in history if metric in h]
-        if len(values) < 12:
-            continue
-        healthy = sorted(values[:10] if window == "start" else values[-22:-2])
-        middle = healthy[len(healthy) // 2]
-        spread = 1.4826 * sorted(abs(v - middle) for v in healthy)[len(healthy) // 2]
-        limit = middle + 5 * max(spread, least)
-        if min(values[-2:]) > limit:
-            return f"{metric} {values[-1]:.3g} > {limit:.3g} (healthy: {middle:.3g})"
+        limits = []
+        if len(values) >= 12:
+            healthy = sorted(values[:10] if window == "start" else values[-22:-2])
+            middle = healthy[len(healthy) // 2]
+            spread = 1.4826 * sorted(abs(v - middle) for v in healthy)[len(healthy) // 2]
+            limits.append((middle + 5 * max(spread, least), middle))
+        if len(values) >= 3 and window == "start" and metric in history[0]:
+            share = min(max(values[0], least), 1.0)
+            count = history[0]["n"] * (1 if metric == "finish/length" else history[0]["messages"])      # of episodes, of messages
+            limits.append((values[0] + max(5 * least, 8 * (share * (1 - share) / max(count, 1)) ** 0.5), values[0]))
+        for limit, healthy in limits:
+            if min(values[-2:]) > limit:
+                return f"{metric} {values[-1]:.3g} > {limit:.3g} (healthy: {healthy:.3g})"
     return ""
 
 
@@ -442,7 +449,7 @@ def run_rl(run, phase):
         bar.update()
         state["rewards"] = (state.get("rewards", []) + [metrics["reward"]])[-BEST_WINDOW:]
         state["history"].append({k: v for k, v in (metrics | {"unhealthy": metrics["structure/polluted"] + metrics["structure/collapsed"]}).items()
-                                 if k in ALARMS})
+                                 if k in ALARMS or k in ("n", "messages")})
         if why := alarm(state["history"]):
             on_alarm(run, phase, why)
             state["history"].clear()

@@ -2685,7 +2685,8 @@ def history_of(n, **series):
     """n steps of a healthy run; `series` are functions of the step in place of a metric."""
     rng = random.Random(0)
     base = {"unhealthy": lambda k: 0.05 + 0.02 * rng.random(), "control/first/<|im_end|>": lambda k: 1e-4, "control/after_open/<|im_end|>": lambda k: 1e-5,
-            "finish/length": lambda k: 0.01 * rng.random(), "structure/malformed": lambda k: 0.04 + 0.02 * rng.random(), "structure/repeated": lambda k: 0.0, "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random()}
+            "finish/length": lambda k: 0.01 * rng.random(), "structure/malformed": lambda k: 0.04 + 0.02 * rng.random(), "structure/repeated": lambda k: 0.0, "kl": lambda k: 1e-4 * k, "entropy": lambda k: 0.5 - 0.002 * k + 0.02 * rng.random(),
+            "n": lambda k: 48, "messages": lambda k: 6.5}
     return [{name: f(k) for name, f in (base | series).items()} for k in range(n)]
 
 
@@ -2698,7 +2699,26 @@ def test_the_alarm_fires_before_the_reward_is_gone_and_not_in_a_healthy_run():
         assert 40 < first <= 60 and interleave.alarm(history_of(first, **{name: collapse})).startswith(name)
     jump = lambda k: 1e-4 * k + (0.5 if k >= 50 else 0.0)
     assert not interleave.alarm(history_of(51, kl=jump)) and interleave.alarm(history_of(52, kl=jump)).startswith("kl")     # two steps, not one
-    assert not interleave.alarm(history_of(11, unhealthy=lambda k: float(k > 8)))       # too early to know what healthy is
+
+
+def test_the_alarm_measures_what_breaks_at_once_by_the_rounds_first_step():
+    """results/cpu_tiny_signals: at a rate far too high a policy breaks in four steps, and the first ten steps are no healthy window."""
+    for name in ("unhealthy", "control/first/<|im_end|>", "finish/length", "structure/malformed", "structure/repeated"):
+        broken = {name: lambda k: 0.05 if k < 2 else 0.45}
+        assert not interleave.alarm(history_of(3, **broken)) and interleave.alarm(history_of(4, **broken)).startswith(name)
+    noisy = {"unhealthy": lambda k: (0.18, 0.34)[k % 2]}       # 48 episodes of 6.5 messages: eight standard deviations are 0.17
+    assert not any(interleave.alarm(history_of(n, **noisy)) for n in range(12))
+    assert not interleave.alarm(history_of(11, kl=lambda k: float(k > 8)))      # starts at 0 in any run: too early to know what healthy is
+
+
+@pytest.mark.parametrize("run, rings", [("tiny-none-rounds-30-lr-3e-4-seed42", 3), ("tiny-none-rounds-30-lr-3e-4-seed43", 6), ("tiny-hint-rounds-30-lr-3e-4-seed42", 3),
+                                        ("tiny-none-rounds-30-lr-2e-5-seed42", None), ("tiny-none-rounds-30-lr-2e-5-seed43", None)])
+def test_the_alarm_on_runs_that_broke_and_runs_that_did_not(run, rings):
+    history = []
+    for line in map(json.loads, open(os.path.join(HERE, "results/cpu_tiny_signals", run, "metrics.jsonl"))):
+        if line["kind"] == "grpo":
+            history.append(line | {"unhealthy": line["structure/polluted"] + line["structure/collapsed"]})
+    assert next((n - 1 for n in range(len(history) + 1) if interleave.alarm(history[:n])), None) == rings
 
 
 def test_an_alarm_goes_back_to_healthy_weights_and_sets_an_sft_phase_in(tiny, tokenizer, tmp_path):
