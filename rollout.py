@@ -62,6 +62,9 @@ transformers.utils.logging.disable_progress_bar()   # one bar per loaded model i
 # Tokens of a step that vLLM replays as a CUDA graph. Its own list ends at 512; most steps of a multi-turn rollout hold more:
 # 250 or so that decode, and the observations that a few dozen others have just read.
 GRAPH_SIZES = [1, 2, 4, 8, *range(16, 513, 16), *range(640, 2049, 128)]
+# Engine steps for which requests are gathered before they go in together. A step that only decodes is one CUDA graph; one that also reads
+# a prompt runs attention by attention, in twice the time, and with each message asking at once nearly all steps would.
+HOLD = 4
 
 
 # --- models and tokenizers -------------------------------------------------------------------------------------------
@@ -482,7 +485,8 @@ class VLLMEngine:
         # unwrapping each token of each request there.
         self.core, self.request = self.llm.llm_engine.engine_core, EngineCoreRequest
         self.gpu, self.temperature, self.seed, self.max_model_len = gpu, temperature, seed, max_model_len
-        self.added, self.running, self.hashed = 0, {}, {}
+        self.added, self.running, self.hashed, self.waiting, self.since = 0, {}, {}, [], 0
+        self.hold = HOLD if gpu else 1
         self.core.engine_core.request_block_hasher = functools.partial(self._hash_blocks, self.core.engine_core.request_block_hasher)
         self.params = functools.partial(SamplingParams, top_p=1.0, top_k=0, logprobs=0, detokenize=False, stop_token_ids=list(stop))
 
@@ -490,6 +494,9 @@ class VLLMEngine:
         ids = list(ids)     # a caller who goes on with his list would change what is kept of it
         if not 0 < len(ids) < self.max_model_len:       # the core itself would never answer, or die
             raise ValueError(f"a prompt of {len(ids)} tokens, but the engine was started for 1 to {self.max_model_len - 1}")
+        self.waiting.append((request_id, ids, max_tokens))
+
+    def _submit(self, request_id, ids, max_tokens):
         # On the GPU a seed per request would cost time and still not make a run bit-exact.
         seed = request_seed(self.seed, request_id, len(ids)) if self.temperature and not self.gpu else None
         self.added += 1     # vLLM wants each name once
@@ -513,6 +520,11 @@ class VLLMEngine:
         return whole(request)
 
     def step(self):
+        self.since += 1
+        if self.waiting and (self.since >= self.hold or not self.running):
+            for request in self.waiting:
+                self._submit(*request)
+            self.waiting, self.since = [], 0
         finished = []
         for output in self.core.get_output().outputs:
             request_id, ids, logp = self.running[output.request_id]
@@ -544,6 +556,7 @@ class VLLMEngine:
 
     def abort(self):
         """After a failure: awake, and without a request. What it has cached of them goes with the next push."""
+        self.waiting = []
         self.core.abort_requests(list(self.running))
         self.running.clear()
         if self.core.is_sleeping():

@@ -3162,11 +3162,15 @@ def test_vllm_block_names_of_an_earlier_prompt_are_the_ones_it_would_compute(vll
     settings_of(vllm_engine).load_weights(AutoModelForCausalLM.from_pretrained(padded).named_parameters())
     core, seen, prompt = vllm_engine.core.engine_core, {}, prompts_for(1, length=200)[0]
     whole = core.request_block_hasher.args[0]
+    def put_in(request_id, ids):
+        vllm_engine.add(request_id, ids, 2)
+        vllm_engine._submit(*vllm_engine.waiting.pop())
+
     turns = {0: [prompt, prompt + [7] * 40, prompt + [7] * 40 + [8] * 64], 1: [prompt, prompt + [9] * 64, prompt[:100] + [9] * 100], 2: [[5] * 10, prompt]}
     for turn in range(3):
         for i, of in turns.items():
             if turn < len(of):
-                vllm_engine.add(i, of[turn], 2)
+                put_in(i, of[turn])
                 request = list(core.scheduler.requests.values())[-1]
                 got = seen[i, turn] = list(request.block_hashes)
                 request.block_hashes.clear()
@@ -3174,13 +3178,33 @@ def test_vllm_block_names_of_an_earlier_prompt_are_the_ones_it_would_compute(vll
                 request.block_hashes.extend(got)
         while vllm_engine.running:
             vllm_engine.step()
-    vllm_engine.add(0, prompt, 2)
+    put_in(0, prompt)
     prompt[:] = [3] * len(prompt)       # the caller's list changes afterwards
-    vllm_engine.add(0, prompt, 2)
+    put_in(0, prompt)
     a, b = list(core.scheduler.requests.values())[-2:]
     assert a.block_hashes[0] != b.block_hashes[0]
     vllm_engine.abort()
     assert seen[0, 0] == seen[1, 0] != seen[1, 2] and seen[0, 2][:7] == seen[0, 1][:7] != seen[1, 1][:7]
+
+
+@cpu_vllm
+def test_vllm_gathers_requests_for_some_steps_and_answers_as_without(vllm_engine, padded, monkeypatch):
+    """On a GPU most steps should only decode; nobody may wait for ever, and nothing that is sampled may depend on it."""
+    settings_of(vllm_engine, seed=3).load_weights(AutoModelForCausalLM.from_pretrained(padded).named_parameters())
+    requests, lengths = {i: (prompts_for(1, length=40 + i)[0], 4 + 5 * i) for i in range(5)}, {}
+    alone = {i: run_engine(vllm_engine, {i: ids}, max_tokens=n)[i] for i, (ids, n) in requests.items()}
+    monkeypatch.setattr(vllm_engine, "hold", 3)
+    done, steps = {}, []
+    for i, (ids, n) in requests.items():
+        vllm_engine.add(i, ids, n)
+        for request_id, *rest in vllm_engine.step():
+            done[request_id] = tuple(rest)
+        steps.append(len(vllm_engine.running) + len(done))
+    while vllm_engine.running or vllm_engine.waiting:
+        for request_id, *rest in vllm_engine.step():
+            done[request_id] = tuple(rest)
+    assert steps == [1, 1, 1, 4, 4]     # the first at once, since nothing runs; three together; the fifth waits
+    assert {i: (x[0], x[2]) for i, x in done.items()} == {i: (x[0], x[2]) for i, x in alone.items()}
 
 
 @cpu_vllm

@@ -593,11 +593,13 @@ def bench_rollout(args):
 
     work = collections.Counter(trajectories=len(scripts), messages=sum(map(len, scripts)), sampled_tokens=sum(n for s in scripts for _, n, _ in s))
     ways = {"single shot": single_shot, "multi-turn": multi_turn, "barrier at each turn": functools.partial(multi_turn, barrier=True)}
+    ways |= {f"multi-turn, hold {n}": multi_turn for n in args.hold.split(",") if n}
+    hold = engine.hold
     few = min(4, len(tasks))
     attempt("warm-up", {}, lambda: multi_turn(args, engine, tokenizer, tasks[:few], scripts[: few * args.n]))
     for name, way in ways.items():
         def measure():
-            runs = []
+            runs, engine.hold = [], int(name.split("hold ")[1]) if "hold" in name else hold
             for _ in range(args.reps):
                 push()
                 runs.append(way(args, engine, tokenizer, tasks, scripts))
@@ -613,6 +615,7 @@ def bench_rollout(args):
                  ("vs barrier", "vs barrier at each turn", ".2f"), ("engine steps", "engine_steps", ","), ("add s", "add_s", ".2f"),
                  ("env s", "env_s", ".2f"), ("reward s", "reward_s", ".2f"), ("glue s", "glue_s", ".2f"), ("env+rew+glue", "env_reward_glue_share", ".1%")])
     print(f"weight push + cache reset: {statistics.median(pushes):.3f} s (median of {len(pushes)}); engine start {engine_start_s:.1f} s\nwrote {path}")
+    engine.hold = hold
     if args.profile:
         profile_rollout(lambda: push() or multi_turn(args, engine, tokenizer, tasks, scripts), args.profile)
     engine.close()
@@ -730,6 +733,7 @@ def main():
         p.add_argument("--jitter", type=float, default=0.3, help="message lengths differ by up to this share, so that groups do not move in step")
         p.add_argument("--kv_gib", type=float, default=16.0 if GPU else 2.0, help="GiB of keys and values")
         p.add_argument("--max_len", type=int, default=16384, help="longest prompt + response")
+    roll.add_argument("--hold", default="1" if GPU else "", help="also with requests gathered for that many engine steps, comma-separated (rollout.HOLD)")
     roll.add_argument("--reps", type=int, default=2, help="runs a row; the fastest counts")
     roll.add_argument("--profile", default="", help="write a profile of the multi-turn row here")
     whole.add_argument("--rows", default="full,mlp:compile,none:compile" if GPU else "none", help="grpo.py's flags: full, mlp or none, compile, offload")
