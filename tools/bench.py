@@ -623,6 +623,12 @@ def bench_rollout(args):
 
 # --- one whole step: replayed rollout, log-probabilities, updates, push --------------------------------------------------------
 
+def card_gib():
+    """GiB in use on the whole card, by any program."""
+    free, whole = torch.cuda.mem_get_info() if GPU else (0, 0)
+    return (whole - free) / 2**30
+
+
 def measure_step(args, engine, tokenizer, tasks, scripts, path, options):
     """One GRPO step as grpo.grpo_step does it, all groups with mixed advantages; the options as in grpo.py's flags."""
     known = {"full", "mlp", "none", "compile", "offload"}
@@ -656,6 +662,7 @@ def measure_step(args, engine, tokenizer, tasks, scripts, path, options):
         metrics = grpo.update(learner, trajectories, adv, config, watch_ids(tokenizer))
         synchronise()
         marks.append(time.perf_counter())
+        card.append(card_gib())     # with all that torch holds on to for the next row
         if args.sleep:
             torch.cuda.empty_cache()
             engine.wake()
@@ -667,7 +674,7 @@ def measure_step(args, engine, tokenizer, tasks, scripts, path, options):
                 "update_s": update_s - sum(spent), "push_s": push_s + slept, "updates": metrics["updates"], "engine_gap": metrics["engine_gap"],
                 **{k: metrics[k] for k in ("groups_kept", "trained_tokens", "row_tokens", "rows", "tokens_saved")}}
 
-    grpo.token_logprobs = timed
+    grpo.token_logprobs, card = timed, []
     try:
         grpo.push(learner, engine)
         step(tasks[:6])     # compiles, and allocates Adam's moments
@@ -678,8 +685,7 @@ def measure_step(args, engine, tokenizer, tasks, scripts, path, options):
         grpo.token_logprobs = token_logprobs
         engine.abort()
     if GPU:
-        free, whole = torch.cuda.mem_get_info()
-        row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "card_used_gib": (whole - free) / 2**30}
+        row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "card_gib": max(card[-1], card_gib())}
     return row
 
 
@@ -690,7 +696,7 @@ def bench_step(args):
     tasks = env_bfcl.load_tasks("train", ("base",))[: args.tasks]
     with tempfile.TemporaryDirectory() as folder:
         path = model_folder(args, tokenizer, folder)
-        engine = VLLMEngine(path, chat_glue(tokenizer).stop, max_model_len=args.max_len, kv_gib=args.kv_gib, sleep=args.sleep)
+        engine = VLLMEngine(path, chat_glue(tokenizer).stop, vocab=len(tokenizer), max_model_len=args.max_len, kv_gib=args.kv_gib, sleep=args.sleep)
         scripts = record(args, engine, tokenizer, tasks)
         only_lengths(engine)
         for name in args.rows.split(","):
@@ -698,7 +704,7 @@ def bench_step(args):
             written = write(args, rows, shape=args.model and "" or args.shape, trajectories=len(scripts))
         engine.close()
     table(rows, [("seconds", "seconds", ".2f"), ("rollout", "rollout_s", ".2f"), ("old logprobs", "old_logprobs_s", ".2f"), ("ref + update", "update_s", ".2f"),
-                 ("push", "push_s", ".2f"), ("updates", "updates", ""), ("peak GiB", "peak_gib", ".1f"), ("card GiB", "card_used_gib", ".1f"), ("gap", "engine_gap", ".4f")])
+                 ("push", "push_s", ".2f"), ("updates", "updates", ""), ("peak GiB", "peak_gib", ".1f"), ("card GiB", "card_gib", ".1f"), ("gap", "engine_gap", ".4f")])
     print(f"wrote {written}")
 
 
