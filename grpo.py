@@ -801,13 +801,13 @@ def checklist(learner, trajectories, config, watch):
     gap = torch.cat(gaps) if gaps else torch.zeros(1)
     share = sum(sum(t.mask) for t in groups) / max(sum(len(t.ids) for t in groups), 1)
     mass = dict(zip(watch, torch.cat(masses).mean(0).tolist())) if masses else {}
-    values = {"mean |engine - trainer|": (float(gap.abs().mean()), gap.abs().mean() < (1e-3 if exact else 0.03)),
+    values = {"mean |engine - trainer|": (float(gap.abs().mean()), gap.abs().mean() < (1e-3 if exact else 0.02)),
               "mean importance ratio": (float(gap.exp().mean()), abs(float(gap.exp().mean()) - 1) < (1e-3 if exact else 0.02)),
-              "trained-token share": (share, 0 < share < 1)}
+              "trained-token share": (share, 0 < share < 0.5)}
     if kls:
         values["KL to the reference"] = (float(torch.cat(kls).mean()), float(torch.cat(kls).mean()) < 1e-6)
     if "<|im_end|>" in mass:
-        values["P(<|im_end|>) at message start"] = (mass["<|im_end|>"], mass["<|im_end|>"] < 0.5)
+        values["P(<|im_end|>) at message start"] = (mass["<|im_end|>"], mass["<|im_end|>"] < 0.05)
     if learner.accelerator.is_main_process:
         tqdm.write("step-0 checklist: " + "; ".join(f"{k} {v:.3g} {'PASS' if ok else 'FAIL'}" for k, (v, ok) in values.items()))
     return {k: {"value": v, "pass": bool(ok)} for k, (v, ok) in values.items()}
@@ -938,15 +938,20 @@ def train_tasks(config, split="train"):
 
 
 def replay(learner, tokenizer, config):
-    """Yield (step, metrics) of updates on saved trajectories: the update studied without an engine."""
-    for step, path in enumerate(sorted(glob.glob(os.path.join(config.load_rollouts, "*.jsonl")))):
+    """Yield (step, metrics) of updates on saved trajectories, at most --steps of them: the update studied without an engine."""
+    paths = sorted(glob.glob(os.path.join(config.load_rollouts, "*.jsonl")))[: config.steps]
+    for step, path in enumerate(paths):
         trajectories, rewards = load_trajectories(path), collections.defaultdict(list)
         for t in trajectories:
             if not t.infra_error:
                 rewards[t.group].append(rw.training_reward(t.reward, t.finish, config.reward))
         values = {g: iter(group_advantages(torch.tensor([r]))[0].tolist()) for g, r in rewards.items()}
         adv = [0.0 if t.infra_error else next(values[t.group]) for t in trajectories]
-        yield step, rollout_metrics(learner, trajectories, config) | update(learner, trajectories, adv, config, watch_ids(tokenizer), True)
+        start = time.perf_counter()
+        metrics = rollout_metrics(learner, trajectories, config) | update(learner, trajectories, adv, config, watch_ids(tokenizer), True)
+        tqdm.write(f"{step + 1} of {len(paths)}, {os.path.basename(path)}: reward {metrics['reward']:.3f} | kept {metrics['groups_kept']}/{metrics['groups_kept'] + metrics['groups_flat']} | "
+                   f"loss {metrics.get('pg_loss', 0):.2e} kl {metrics.get('kl', 0):.2e} entropy {metrics.get('entropy', 0):.3f} | update {time.perf_counter() - start:.1f}s")
+        yield step, metrics
 
 
 def main():
@@ -995,4 +1000,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: nothing but metrics.jsonl and trajectories is kept; interleave.py goes on where it was")

@@ -742,7 +742,8 @@ def prepare(config):
         if not path:
             run.write(kind="config", **dataclasses.asdict(config))
         else:
-            tqdm.write(f"continuing {path}: phase {state['phase'] + 1} of {len(state['plan'])}, GRPO step {state['step']}")
+            left = f"phase {state['phase'] + 1} of {len(state['plan'])}, GRPO step {state['step']}" if state["phase"] < len(state["plan"]) else "finished already"
+            tqdm.write(f"continuing {path}: {left}")
     grpo.push(learner, engine)
     return run
 

@@ -28,6 +28,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -135,6 +136,12 @@ def gguf_to_hf(path, out):
     tokenizer.save_pretrained(out + ".tmp")
     os.replace(out + ".tmp", out)
     return out
+
+
+def weight_files(path):
+    """[[name, bytes, time written]] of a model's files: an evaluation of other weights is another evaluation."""
+    files = [e for e in sorted(os.scandir(path), key=lambda e: e.name) if e.name.endswith((".safetensors", ".json"))] if os.path.isdir(path) else []
+    return [[e.name, e.stat().st_size, e.stat().st_mtime_ns] for e in files]
 
 
 def find_model(path, out="runs"):
@@ -719,6 +726,8 @@ def evaluate(engine, tokenizer, tasks, path=None, *, samples=1, temperature=0.0,
         with open(path, encoding="utf-8") as f:
             done = {(r["task_id"], r["sample"]): r for r in map(json.loads, f) if not r["infra_error"]}     # those are played again
     todo = [(t, k) for t in tasks for k in range(samples) if (t.id, k) not in done]
+    if len(todo) < len(tasks) * samples:
+        tqdm.write(f"{len(tasks) * samples - len(todo)} of {len(tasks) * samples} episodes taken from {path}")
     # Tasks with the same tools one after the other: their system prompt is then read once.
     todo.sort(key=lambda pair: env_bfcl.system_prompt(pair[0]))
     out = open(path, "a", encoding="utf-8") if path else None
@@ -757,7 +766,7 @@ class EvalConfig:
     model: str = field(metadata={"help": "a Hugging Face directory, a .gguf file or a hub id"})
     split: str = field(default="test", metadata={"help": "train, test or all"})
     categories: str = field(default="base,miss_func,miss_param,long_context", metadata={"help": "comma-separated"})
-    out: str = field(default="", metadata={"help": "folder of the results; default runs/eval/<model name>"})
+    out: str = field(default="", metadata={"help": "folder of the results; default runs/eval/<the last two parts of the model's path>"})
     limit: int = field(default=0, metadata={"help": "only the first N tasks of each category"})
     engine: str = field(default="auto", metadata={"help": "vllm, hf or auto"})
     short_docs: bool = field(default=False, metadata={"help": "tool docs without their 'response' part"})
@@ -777,12 +786,12 @@ def main():
         tokenizer = load_tokenizer(path)
         if config.limit:
             tasks = [t for c in config.categories.split(",") for t in [t for t in tasks if t.category == c][: config.limit]]
-        out = config.out or os.path.join("runs", "eval", os.path.basename(os.path.normpath(path)))
+        out = config.out or os.path.join("runs", "eval", re.sub(r"[^\w.]+", "-", "-".join(os.path.normpath(config.model).split(os.sep)[-2:])).strip("-."))
         os.makedirs(out, exist_ok=True)
-        # An evaluation is continued only under the flags that started it.
-        flags, flags_path = dataclasses.asdict(config) | {"show": 0, "limit": 0}, os.path.join(out, "config.json")
+        # An evaluation is continued only with the flags and the weights that started it.
+        flags, flags_path = dataclasses.asdict(config) | {"show": 0, "limit": 0, "kv_gib": 0, "files": weight_files(path)}, os.path.join(out, "config.json")
         if os.path.exists(flags_path) and json.load(open(flags_path)) != flags:
-            raise ValueError(f"{out} holds an evaluation with other flags: give another --out")
+            raise ValueError(f"{out} holds an evaluation with other flags or other weights: give another --out")
         json.dump(flags, open(flags_path, "w"), indent=1)
         engine = make_engine(config.engine, path, tokenizer, kv_gib=config.kv_gib, max_model_len=8192 + 16384)
     except (ValueError, OSError) as e:
@@ -799,4 +808,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: the same command goes on where it was")

@@ -454,4 +454,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: nothing but metrics.jsonl is kept; interleave.py --schedule sft_only goes on where it was")

@@ -691,6 +691,28 @@ def test_reward_intervals():
     mean = sum(v[0] for v in values.values()) / 100
     assert low < mean < high and 0.15 < high - low < 0.25  # as for 100 values: 400 "independent" ones would give 0.1
     assert reward.bootstrap(values) == (low, high) != reward.bootstrap(values, seed=1) and reward.bootstrap({3: [1.0]}) == (1.0, 1.0)
+    assert reward.interval(values) == (low, high)
+    alike = {index: [1.0] * 6 + [0.0] * 2 for index in range(6)}        # a bootstrap over six tasks that agree: (0.75, 0.75)
+    assert reward.interval(alike) == reward.wilson(36, 48) and reward.bootstrap(alike) == (0.75, 0.75)
+    assert reward.interval({index: [0.0] * 8 for index in range(6)}) == reward.wilson(0, 6)
+    assert reward.interval({index: [float(index < 5)] for index in range(9)}) == reward.wilson(5, 9)
+
+
+def test_an_evaluation_of_other_weights_is_not_taken_for_the_old_one(sharp, tmp_path, monkeypatch, capsys):
+    """The same folder, trained again: its old episodes would be the new model's score."""
+    import shutil
+    model = str(shutil.copytree(sharp, tmp_path / "run" / "model"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "--model", model, "--engine", "hf", "--categories", "base", "--limit", "1", "--max_action", "4"])
+    ro.main()
+    assert os.path.exists("runs/eval/run-model/summary.json") and "taken from" not in capsys.readouterr().err
+    ro.main()
+    told = capsys.readouterr()
+    assert "1 of 1 episodes taken from" in told.out + told.err
+    weights = os.path.join(model, "model.safetensors")
+    os.utime(weights, ns=(0, 1 + os.stat(weights).st_mtime_ns))
+    with pytest.raises(SystemExit, match="other weights"):
+        ro.main()
 
 
 def test_env_command_line():
@@ -2059,6 +2081,7 @@ def test_grpo_alone_saves_its_rollouts_and_trains_on_them_again(sharp, tmp_path,
     assert sorted(os.listdir(there)) == ["000000.0.jsonl", "000001.0.jsonl"] and not (tmp_path / "out" / "rollouts").exists()
     again = main("--load_rollouts", str(there))
     assert [x["response_tokens"] for x in again] == [x["response_tokens"] for x in played] and not (tmp_path / "out" / "rollouts").exists()
+    assert len(main("--load_rollouts", str(there), "--steps", "1")) == 1
     main("--save_rollouts", "none")
     assert not (tmp_path / "out" / "rollouts").exists()
     main()
@@ -4086,9 +4109,13 @@ def test_ablate_table_skips_finished_runs(ablate, tmp_path, monkeypatch, capsys)
         folder = tmp_path / f"{arm}-seed{seed}"
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "config.json").write_text("{}")
-        table = lambda k: {"all official": [k, 10, 0, 1]}
-        lines = [{"kind": "eval", "split": "train", "table": table(0)}, *[{"kind": "event", "event": "alarm"}] * alarms,
-                 {"kind": "eval", "split": "train", "table": table(won)}, {"kind": "eval", "split": "test", "table": table(1)}]
+        (folder / "eval").mkdir()
+        for name, k in (("start", 0), ("rl 1", won)):
+            for split in ("train", "test"):
+                records = [{"category": "base", "index": i, "infra_error": None, "finish": "done", "reward": {"official": float(i < k), "strict": 0.0}} for i in range(10)]
+                (folder / "eval" / f"{name.replace(' ', '-')}.{split}.0.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        lines = [{"kind": "eval", "name": "start", "split": "train"}, *[{"kind": "event", "event": "alarm"}] * alarms,
+                 {"kind": "eval", "name": "rl 1", "split": "train"}, {"kind": "eval", "name": "rl 1", "split": "test"}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     started = []
     monkeypatch.setattr(ablate, "run_all", lambda jobs, devices: started.extend((jobs, devices)) or {job[0]: 1 for job in jobs})
@@ -4101,6 +4128,13 @@ def test_ablate_table_skips_finished_runs(ablate, tmp_path, monkeypatch, capsys)
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tiny/")]
     assert stop.value.code == 1
     assert [row[:6] for row in rows] == [["tiny/none", "2", "1", "8/20", "=", "40.0"], ["tiny/ets", "1", "1", "9/10", "=", "90.0"]]
+    low, high = reward.interval({i: [float(i < 3), float(i < 5)] for i in range(10)})
+    assert rows[0][7:9] == [f"[{100 * low:.1f},", f"{100 * high:.1f}]"]
+    log = tmp_path / "log"
+    log.write_bytes(b"bar 1/2\rbar 2/2\rstep 0: reward 0.1\nnoise\nALARM at step 3: why\nstep 1: half a li")
+    assert ablate.news(log, 0) == (["step 0: reward 0.1", "ALARM at step 3: why"], len(log.read_bytes()) - 18)
+    log.write_bytes(log.read_bytes() + b"ne\n")
+    assert ablate.news(log, len(log.read_bytes()) - 21)[0] == ["step 1: half a line"]
 
 
 # =====================================================================================================================

@@ -9,6 +9,7 @@ after arm and seed; the same command again continues those that were interrupted
 """
 import argparse
 import collections
+import glob
 import json
 import os
 import re
@@ -20,20 +21,31 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-from reward import wilson
+from reward import summary
+
+TOLD = re.compile(r"step \d+:|after |ALARM|error")      # lines of a run's log that are shown while it runs
 
 
-def last_table(out):
-    """{split: (successes, n)} of a run's last evaluation and the number of its alarms, or None if it is not finished."""
-    tables, path = {"alarms": 0}, os.path.join(out, "metrics.jsonl")
+def last_evaluation(out):
+    """{split: records} of a run's last evaluation and the number of its alarms, or None if it is not finished."""
+    found, path = {"alarms": 0}, os.path.join(out, "metrics.jsonl")
     if not os.path.exists(os.path.join(out, "model", "config.json")) or not os.path.exists(path):
         return None
     for line in open(path, encoding="utf-8"):
         line = json.loads(line)
         if line["kind"] == "eval":
-            tables[line["split"]] = line["table"]["all official"][:2]
-        tables["alarms"] += line.get("event") == "alarm"
-    return tables
+            found[line["split"]] = glob.glob(os.path.join(out, "eval", f"{line['name'].replace(' ', '-')}.{line['split']}.*.jsonl"))
+        found["alarms"] += line.get("event") == "alarm"
+    return {k: v if k == "alarms" else [json.loads(line) for file in v for line in open(file, encoding="utf-8")] for k, v in found.items()}
+
+
+def news(log, at):
+    """(lines of a log from byte `at` on that are worth showing, where to go on)."""
+    with open(log, "rb") as f:
+        f.seek(at)
+        whole = f.read().rpartition(b"\n")[0]
+    lines = whole.decode(errors="replace").replace("\r", "\n").splitlines()
+    return [line.rstrip()[:150] for line in lines if TOLD.match(line)], at + len(whole)
 
 
 def run_all(jobs, devices):
@@ -44,11 +56,15 @@ def run_all(jobs, devices):
             if place not in running and waiting:
                 name, command, log = waiting.popleft()
                 env = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
-                running[place] = name, subprocess.Popen(command, cwd=ROOT, env=env, stdout=open(log, "w"), stderr=subprocess.STDOUT)
+                running[place] = [name, subprocess.Popen(command, cwd=ROOT, env=env, stdout=open(log, "w"), stderr=subprocess.STDOUT), log, 0]
                 print(f"{name} on {'the CPU' if device is None else 'GPU ' + device}: {log}", flush=True)
         time.sleep(1)
-        for place, (name, process) in list(running.items()):
-            if process.poll() is not None:
+        for place, (name, process, log, at) in list(running.items()):
+            ended = process.poll() is not None
+            lines, running[place][3] = news(log, at)
+            for line in lines:
+                print(f"{name}: {line}", flush=True)
+            if ended:
                 codes[name] = process.returncode
                 print(f"{name}: {'done' if not process.returncode else f'failed with exit code {process.returncode}'}", flush=True)
                 del running[place]
@@ -81,20 +97,19 @@ def main():
         preset, *flags = shlex.split(arm)
         for seed in args.seeds:
             out = os.path.join(os.path.abspath(args.out), f"{name}-seed{seed}")
-            if last_table(out) is None:
+            if last_evaluation(out) is None:
                 command = [sys.executable, "interleave.py", "--preset", preset, *flags, "--seed", str(seed), "--out", out, *common]
                 jobs.append((f"{name}-seed{seed}", command, out + ".log"))
     codes = run_all(jobs, (visible_gpus() or [None]) * args.per_device)
     print(f"\n{'arm':40} {'seeds':>5} {'alarmed':>7} {'train tasks':>28} {'held-out tasks':>28}")
     for arm, name in zip(args.arms, names):
-        tables = [t for seed in args.seeds if (t := last_table(os.path.join(args.out, f"{name}-seed{seed}")))]
+        found = [x for seed in args.seeds if (x := last_evaluation(os.path.join(args.out, f"{name}-seed{seed}")))]
         cells = []
         for split in ("train", "test"):
-            k, n = (sum(t[split][j] for t in tables) for j in (0, 1))
-            lo, hi = wilson(k, n)
+            k, n, _, lo, hi = summary([r for x in found for r in x[split]])["all official"]
             cells.append(f"{k}/{n} = {100 * k / max(n, 1):.1f} % [{100 * lo:.1f}, {100 * hi:.1f}]" if n else "not run")
-        print(f"{arm:40} {len(tables):>5} {sum(t['alarms'] > 0 for t in tables):>7} {cells[0]:>28} {cells[1]:>28}")
-    print("Intervals: Wilson over all episodes of all seeds, as if they were independent; a task's episodes are not quite.")
+        print(f"{arm:40} {len(found):>5} {sum(x['alarms'] > 0 for x in found):>7} {cells[0]:>28} {cells[1]:>28}")
+    print("Intervals: 95 %, over tasks (reward.interval), the seeds' episodes of a task together: they tell nothing about other seeds.")
     sys.exit(1 if any(codes.values()) else 0)
 
 

@@ -86,7 +86,7 @@ def write(args, rows, **more):
             versions[package] = version(package)
     argv = [os.path.basename(a) if os.path.isabs(a) else a for a in sys.argv[1:]]
     machine = {"gpu": torch.cuda.get_device_name() if GPU else None, "cpus": os.cpu_count(), "torch_threads": torch.get_num_threads()}
-    path = args.out or f"results/bench_{args.what}{'' if GPU else '_cpu'}.json"
+    path = args.out or f"runs/bench_{args.what}{'' if GPU else '_cpu'}.json"      # not results/: nobody overwrites what README cites by trying this
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path, "w") as f:
         json.dump({"command": "python tools/bench.py " + " ".join(argv), "machine": machine, "versions": versions, **more, "rows": rows}, f, indent=1)
@@ -412,7 +412,7 @@ def bench_update(args):
                  ("peak GiB", "peak_gib", ".1f"), ("grad vs plain", "gradient_vs_plain", ".1e"), ("grad vs fp32", "gradient_vs_exact", ".1e"),
                  ("measured", "share_measured", ".0%")])
     if plain and clock in rows.get(names["tree"], {}):
-        print(f"tree: {rows[names['tree']][clock] / plain:.3f} of plain's time; {work['forest_tokens'] / tokens:.3f} of its tokens")
+        print(f"tree: {rows[names['tree']][clock] / plain:.3f} of plain's {'' if GPU else 'CPU '}time; {work['forest_tokens'] / tokens:.3f} of its tokens")
     print(f"wrote {path}")
 
 
@@ -718,7 +718,7 @@ def main():
         p.add_argument("--shape", default="1.5b" if GPU else "tiny", choices=SHAPES, help="random weights of this size, without --model")
         p.add_argument("--tokenizer", default="", help="directory of a tokenizer, where the model is random")
         p.add_argument("--n", type=int, default=8, help="trajectories a group")
-        p.add_argument("--out", default="", help="JSON file; default results/bench_update.json, _cpu without a GPU")
+        p.add_argument("--out", default="", help="JSON file; default runs/bench_update.json (rollout, step), _cpu without a GPU")
     update.add_argument("--groups", type=int, default=1, help="made-up groups")
     update.add_argument("--prompt", type=int, default=5000, help="tokens of a made-up prompt")
     update.add_argument("--response", default="1200,1900", help="shortest and longest made-up response")

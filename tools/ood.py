@@ -36,7 +36,7 @@ from xml.sax.saxutils import unescape
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from rollout import find_model, load_tokenizer, make_engine, rollout, trajectory_record     # before torch
+from rollout import find_model, load_tokenizer, make_engine, rollout, trajectory_record, weight_files     # before torch
 import env_bfcl
 import reward as rw
 from env_bfcl import BLOCKS, CATEGORIES, MAX_CALL_CHARS, MAX_DEPTH, THINK_END, UNCLOSED, BFCLEnv, Call, Task, parse_calls, render_call
@@ -250,8 +250,7 @@ def evaluate_checkpoint(args, checkpoint, path, tokenizer, tasks):
     """All records of one checkpoint; plays what is missing. `tasks`: {kind: [Task]}; a file for each kind and format."""
     out = os.path.join(args.out, re.sub(r"[^\w.]+", "-", os.path.normpath(checkpoint)).strip("-"))
     os.makedirs(out, exist_ok=True)
-    files = [e for e in sorted(os.scandir(path), key=lambda e: e.name) if e.name.endswith((".safetensors", ".json"))] if os.path.isdir(path) else []
-    flags = {"model": path, "files": [[e.name, e.stat().st_size, e.stat().st_mtime_ns] for e in files], "short_docs": args.short_docs, "think": args.think,
+    flags = {"model": path, "files": weight_files(path), "short_docs": args.short_docs, "think": args.think,
              "max_action": args.max_action, "prompts": hashlib.sha256(repr((PROMPT, HOW)).encode()).hexdigest()[:16]}
     if os.path.exists(os.path.join(out, "flags.json")) and json.load(open(os.path.join(out, "flags.json"))) != flags:
         raise ValueError(f"{out} holds episodes of other flags or other weights: give another --out")
