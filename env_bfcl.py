@@ -390,7 +390,7 @@ def tree_fits(file_system):
         directory, length = stack.pop()
         for name, item in directory.contents.items():
             nodes, path = nodes + 1, length + len(str(name)) + 1
-            characters += path
+            characters += path + len(str(getattr(item, "content", "")))     # du encodes what each file holds
             if nodes > MAX_TREE_NODES or characters > MAX_TREE_CHARS:
                 return False
             if isinstance(item, Directory):

@@ -877,8 +877,20 @@ def rollouts_folder(config):
     return "" if config.save_rollouts == "none" else config.save_rollouts or os.path.join(config.out, "rollouts")
 
 
+def check_out(out):
+    """ValueError if the folder `out` is none or holds a run or a model already: python grpo.py and sft.py continue nothing and overwrite nothing."""
+    held = {"metrics.jsonl", "config.json", "model"} & set(os.listdir(out)) if os.path.isdir(out) else []
+    if held:
+        raise ValueError(f"{out} holds a run already ({min(held)}): delete it, or give another --out")
+    os.makedirs(out, exist_ok=True)
+
+
 def check_rollouts_folder(config):
     """A new run writes into no other run's trajectories: step 7 of the one and step 8 of the other would be read as one run."""
+    if rollouts_folder(config):
+        os.makedirs(os.path.dirname(rollouts_folder(config)) or ".", exist_ok=True)
+    if os.path.isfile(rollouts_folder(config)):
+        raise ValueError(f"--save_rollouts is a folder, {config.save_rollouts} is a file")
     if (folder := rollouts_folder(config)) and glob.glob(os.path.join(folder, "*.jsonl")):
         raise ValueError(f"{folder} holds trajectories already: delete them, or give another --{'save_rollouts' if config.save_rollouts else 'out'}")
 
@@ -937,9 +949,16 @@ def train_tasks(config, split="train"):
     return tasks
 
 
+def replay_files(config):
+    paths = sorted(glob.glob(os.path.join(config.load_rollouts, "*.jsonl")))[: config.steps]
+    if not paths:
+        raise ValueError(f"no *.jsonl in {config.load_rollouts}")
+    return paths
+
+
 def replay(learner, tokenizer, config):
     """Yield (step, metrics) of updates on saved trajectories, at most --steps of them: the update studied without an engine."""
-    paths = sorted(glob.glob(os.path.join(config.load_rollouts, "*.jsonl")))[: config.steps]
+    paths = replay_files(config)
     for step, path in enumerate(paths):
         trajectories, rewards = load_trajectories(path), collections.defaultdict(list)
         for t in trajectories:
@@ -961,8 +980,10 @@ def main():
         tasks = train_tasks(config)
         path = find_model(config.model, config.out)
         tokenizer = load_tokenizer(path)
-        if config.load_rollouts and not glob.glob(os.path.join(config.load_rollouts, "*.jsonl")):
-            raise ValueError(f"no *.jsonl in {config.load_rollouts}")
+        for file in replay_files(config) if config.load_rollouts else ():       # all of them, before the first update
+            if bad := [t for t in load_trajectories(file) if t.ids and not 0 <= min(t.ids) <= max(t.ids) < len(tokenizer)]:
+                raise ValueError(f"{file}: {bad[0].task_id} has token ids that this model's tokenizer does not know: trajectories of another model")
+        check_out(config.out)
         if not config.load_rollouts:
             check_rollouts_folder(config)
         engine = None if config.load_rollouts else make_engine(
@@ -986,7 +1007,6 @@ def main():
             tqdm.write(step_line(step, metrics))
             yield step, metrics
 
-    os.makedirs(config.out, exist_ok=True)
     with open(os.path.join(config.out, "metrics.jsonl"), "w") as log:
         log.write(json.dumps({"kind": "config", **dataclasses.asdict(config)}) + "\n")
         for step, metrics in replay(learner, tokenizer, config) if config.load_rollouts else play_on():

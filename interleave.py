@@ -42,6 +42,8 @@ import re
 import shutil
 import subprocess
 import traceback
+import urllib.error
+import urllib.request
 import zlib
 from dataclasses import dataclass, field
 
@@ -126,7 +128,7 @@ class Phase:
 
 def read_config():
     """Flags over preset over defaults; ValueError with one line for what does not fit together."""
-    at = next((i for i, a in enumerate(sys.argv) if a.startswith("--preset")), None)
+    at = next((i for i, a in reversed(list(enumerate(sys.argv))) if a == "--preset" or a.startswith("--preset=")), None)     # the last, as argparse
     preset = "" if at is None else sys.argv[at].partition("=")[2] or (sys.argv[at + 1] if at + 1 < len(sys.argv) else "")
     defaults = {}
     if preset:
@@ -154,6 +156,12 @@ def read_config():
         raise ValueError("--signal prs reads the failed trajectories that are saved: it does not go with --save_rollouts none")
     if bool(config.teacher) != bool(config.teacher_model):
         raise ValueError("--teacher URL and --teacher_model NAME go together")
+    if config.teacher:
+        check_teacher(config)
+    if config.stop_on_collapse and config.schedule == "adaptive":
+        raise ValueError("--stop_on_collapse ends the run at an alarm, --schedule adaptive mends it: one of them")
+    if config.hint_correction and config.signal != "hint" or config.ops_weight != "plain" and config.signal != "ops":
+        raise ValueError(f"--{'hint_correction' if config.hint_correction else 'ops_weight'} does nothing with --signal {config.signal}")
     if config.sft_data:
         sft.read_chats(config.sft_data)
     if config.sft_stop_accuracy > 1:
@@ -164,9 +172,21 @@ def read_config():
         raise ValueError(f"--{'load_rollouts' if config.load_rollouts else 'steps'} belongs to python grpo.py; here --rounds says how many steps")
     if not config.model:
         raise ValueError("give --model DIR or a --preset")
-    config.out = config.out or os.path.join("runs", config.signal)
+    config.out = os.path.normpath(config.out or os.path.join("runs", config.signal))
     grpo.check_config(config)
     return config
+
+
+def check_teacher(config):
+    """The teacher is asked after a whole round of RL: ValueError now if nobody would answer."""
+    if config.signal != "prs":
+        raise ValueError(f"--teacher writes reflections, which --signal {config.signal} has none of: use prs")
+    try:
+        urllib.request.urlopen(config.teacher.rstrip("/") + "/models", timeout=20).close()
+    except urllib.error.HTTPError:
+        pass        # somebody is there; not each server lists its models to everybody
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--teacher {config.teacher}: no server answers there ({e}); an OpenAI-compatible URL is like http://localhost:8000/v1") from None
 
 
 def plan(config):
@@ -572,7 +592,7 @@ def _save_checkpoint(run, weights, tensors):
 
 
 def write_state(run, path, files):
-    state = {**run.state, "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files}
+    state = {**run.state, "flags": dataclasses.asdict(run.config), "metrics_bytes": run.log.tell(), "outcomes": run.outcomes, "skipped": run.learner.skipped, "files": files}
     write_json(os.path.join(path, "state.json.tmp"), state)
     os.replace(os.path.join(path, "state.json.tmp"), os.path.join(path, "state.json"))
 
@@ -632,8 +652,13 @@ def find_checkpoint(out):
 
 
 def load_weights(learner, path):
-    own = learner.model.state_dict()
-    learner.model.load_state_dict({k: grpo.like(v, own.get(k)) for k, v in load_file(os.path.join(path, "model.safetensors")).items()}, strict=False)
+    """ValueError for the weights of another model. A tied head is in the file once, in the model twice."""
+    own, held = learner.model.state_dict(), load_file(os.path.join(path, "model.safetensors"))
+    bad = [k for k in own.keys() | held.keys() if k in own and k in held and own[k].shape != held[k].shape or k not in own
+           or k not in held and not (k == "lm_head.weight" and learner.model.config.tie_word_embeddings)]
+    if bad:
+        raise ValueError(f"{path} holds the weights of another model ({min(bad)} differs): has --model been replaced?")
+    learner.model.load_state_dict({k: grpo.like(v, own[k]) for k, v in held.items()}, strict=False)
 
 
 def load_optimizer(learner, path):
@@ -656,13 +681,16 @@ def claim_out(config):
     out, path, flags = config.out, os.path.join(config.out, "config.json"), dataclasses.asdict(config)
     if os.path.exists(out) and not os.path.isdir(out):
         raise ValueError(f"{out} is a file: give another --out")
-    before = json.load(open(path)) if os.path.exists(path) else {}
+    try:
+        before = json.load(open(path)) if os.path.exists(path) else {}
+    except ValueError as e:
+        raise ValueError(f"{path} cannot be read ({e}): put it back, or give another --out") from None
     if os.path.isdir(out) and set(os.listdir(out)) - {"config.json.tmp", "lock"} and "signal" not in before:    # a model has a config.json, too
         raise ValueError(f"{out} is not empty and not a run: give another --out")
     if config.fresh and os.path.realpath(config.model).startswith(os.path.realpath(out) + os.sep):
         raise ValueError(f"--fresh would delete the model {config.model}: give another --out")
     for k in flags if before and not config.fresh else ():
-        if k not in HARMLESS and before.get(k, flags[k]) != flags[k]:
+        if k not in HARMLESS | {"out"} and before.get(k, flags[k]) != flags[k]:
             raise ValueError(f"{out} was started with --{k} {before[k]}, now it is {flags[k]}: use the same flags, another --out, or --fresh")
     if config.save_rollouts and (config.fresh or not before):
         grpo.check_rollouts_folder(config)
@@ -694,7 +722,7 @@ def prepare(config):
     """Everything before the first step: data, model, engine, state."""
     tasks = grpo.train_tasks(config)
     test = env_bfcl.load_tasks("test", tuple(config.eval_categories.split(",")), short_docs=config.short_docs)
-    test = [t for c in config.eval_categories.split(",") for t in [t for t in test if t.category == c][: config.eval_limit or None]]
+    test = [t for c in dict.fromkeys(config.eval_categories.split(",")) for t in [t for t in test if t.category == c][: config.eval_limit or None]]
     if config.prompts > len(tasks):
         raise ValueError(f"--prompts {config.prompts} is more than the {len(tasks)} training tasks")
     base = find_model(config.model, os.path.dirname(config.out) or ".")
@@ -719,6 +747,11 @@ def prepare(config):
                       "reference": "", "evaluating": False, "recent": [], "history": [], "healthy": [], "metrics_bytes": 0}
     outcomes, learner.skipped = state.pop("outcomes", []), state.pop("skipped", 0)
     state.pop("files", None)
+    for k, v in state.pop("flags", {}).items():     # metrics.jsonl would be cut to another run's length
+        if k not in HARMLESS | {"out"} and getattr(config, k, v) != v:
+            raise ValueError(f"{path} is a checkpoint of another run (--{k} {v}): take it away")
+    here = lambda old: old and os.path.join(config.out, os.path.basename(old))      # the run may have been moved
+    state |= {"reference": here(state["reference"]), "healthy": [[step, here(old)] for step, old in state["healthy"]]}
     run = Run(config, tasks, test, tokenizer, engine, learner, state, outcomes, lock=lock)
     if path:
         load_weights(learner, path)

@@ -72,7 +72,7 @@ HOLD = 4
 
 def parse_flags(config, args=None, description=None, defaults=None):
     """Command line over `defaults` -> `config` (a dataclass type). An unknown flag or a wrong type ends the program with one line."""
-    parser = HfArgumentParser(config, description=description)
+    parser = HfArgumentParser(config, description=description, allow_abbrev=False)     # interleave.py looks for --preset itself
     parser.set_defaults(**(defaults or {}))
     for action in parser._actions:
         if action.nargs == "+":     # a list flag may be repeated: --fault a --fault b
@@ -86,6 +86,8 @@ def parse_flags(config, args=None, description=None, defaults=None):
 
 def check_numbers(config, positive=""):
     """ValueError in one line for a number that is no setting: negative, not finite, or 0 where its name is in `positive`."""
+    if getattr(config, "seed", 0) >= 2**31:
+        raise ValueError(f"--seed must be below 2**31, not {config.seed}")
     for name, value in vars(config).items():
         if isinstance(value, (int, float)) and (not math.isfinite(value) or value < 0 or value == 0 and name in positive.split()):
             raise ValueError(f"--{name} must be {'above 0' if name in positive.split() else 'a number, 0 or more'}, not {value}")
@@ -591,17 +593,20 @@ def make_engine(kind, model, tokenizer, **settings):
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
-def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_prompt=8192, max_response=8192, max_action=2048,
+def rollout(engine, tokenizer, envs, *, groups=None, names=None, max_generations=30, max_prompt=8192, max_response=8192, max_action=2048,
             max_observation=1024, think=False, faults=(), on_finish=None, stats=None, desc=None):
     """Play every env to its end with `engine`; each trajectory moves on alone, there is no turn barrier.
 
-    Returns one Trajectory per env, in order. `groups[i]` is copied into it. Caps are in tokens: `max_action` per message,
+    Returns one Trajectory per env, in order. `groups[i]` is copied into it; `names[i]` (default i) is what the engine calls it and
+    makes its seeds of. Caps are in tokens: `max_action` per message,
     `max_observation` per answer of the environment, `max_response` for everything after the prompt. A failure that is not
     the model's (a bug in an environment, an engine error) ends that trajectory with `infra_error`, reward None; three of
     the same kind in a row raise RuntimeError. `faults` of the released code, for measuring: "end_token" adds and trains an
     end token that nobody sampled after a message cut by length, which then counts as complete; "hint_context" see prompt_ids. `on_finish(i, trajectory)`
     is called as each one ends; `stats` (a dict) gets seconds and counts; `desc` shows a bar."""
     glue, spent, failures = chat_glue(tokenizer, think), collections.Counter(), []
+    names = range(len(envs)) if names is None else names
+    place = {name: i for i, name in enumerate(names)}
     trajectories = [Trajectory(env.task.id, groups[i] if groups else 0) for i, env in enumerate(envs)]
     bar = tqdm(total=len(envs), desc=desc, disable=desc is None, leave=False, dynamic_ncols=True)
 
@@ -635,7 +640,7 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
         if t.prompt_len > max_prompt or len(t.texts) >= max_generations or room <= 0:
             return end(i, "prompt" if t.prompt_len > max_prompt else "max_generations" if room > 0 else "max_response")
         t.turns.append(len(envs[i].calls_per_turn) - 1)
-        engine.add(i, list(t.ids), min(max_action, room))
+        engine.add(names[i], list(t.ids), min(max_action, room))
 
     for i, env in enumerate(envs):
         move(i, env.reset)
@@ -643,7 +648,8 @@ def rollout(engine, tokenizer, envs, *, groups=None, max_generations=30, max_pro
         start = time.perf_counter()
         finished = engine.step()
         spent["engine_s"] += time.perf_counter() - start
-        for i, ids, logp, reason in finished:
+        for name, ids, logp, reason in finished:
+            i = place[name]
             t = trajectories[i]
             if reason == "error":
                 end(i, "infra", "engine error: the engine gave up on this request")
@@ -700,9 +706,12 @@ def save_trajectories(path, trajectories, tasks):
 def load_trajectories(path):
     """The trajectories of save_trajectories, ready for grpo.update: the update can be studied without an engine."""
     trajectories, prompt = [], []
-    for line in open(path, encoding="utf-8"):
-        r = json.loads(line)
-        prompt = r["prompt_ids"] if r["prompt_ids"] is not None else prompt
+    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        try:
+            r = json.loads(line)
+            prompt = r["prompt_ids"] if r["prompt_ids"] is not None else prompt
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"{path}, line {number} is no trajectory: {type(e).__name__}: {e}") from None
         t = Trajectory(**{f.name: r[f.name] for f in dataclasses.fields(Trajectory) if f.name in r})
         t.ids, t.mask, t.logp = prompt + t.ids, [0] * len(prompt) + t.mask, [0.0] * len(prompt) + t.logp
         t.reward = rw.Reward(**r["reward"]) if r["reward"] else None
@@ -725,11 +734,12 @@ def evaluate(engine, tokenizer, tasks, path=None, *, samples=1, temperature=0.0,
             f.truncate(f.read().rfind(b"\n") + 1)
         with open(path, encoding="utf-8") as f:
             done = {(r["task_id"], r["sample"]): r for r in map(json.loads, f) if not r["infra_error"]}     # those are played again
-    todo = [(t, k) for t in tasks for k in range(samples) if (t.id, k) not in done]
-    if len(todo) < len(tasks) * samples:
-        tqdm.write(f"{len(tasks) * samples - len(todo)} of {len(tasks) * samples} episodes taken from {path}")
     # Tasks with the same tools one after the other: their system prompt is then read once.
-    todo.sort(key=lambda pair: env_bfcl.system_prompt(pair[0]))
+    pairs = sorted(((t, k) for t in tasks for k in range(samples)), key=lambda pair: env_bfcl.system_prompt(pair[0]))
+    names = [i for i, (t, k) in enumerate(pairs) if (t.id, k) not in done]      # a resumed evaluation samples with the seeds it would have had
+    todo = [pairs[i] for i in names]
+    if len(todo) < len(pairs):
+        tqdm.write(f"{len(pairs) - len(todo)} of {len(pairs)} episodes taken from {path}")
     out = open(path, "a", encoding="utf-8") if path else None
 
     def keep(i, t):
@@ -743,7 +753,7 @@ def evaluate(engine, tokenizer, tasks, path=None, *, samples=1, temperature=0.0,
     settings = {"max_response": 16384, "max_observation": 4096, "desc": "evaluate"} | settings
     feedback = settings.pop("decode_feedback", "none")
     try:
-        rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback=feedback) for t, _ in todo], on_finish=keep, **settings)
+        rollout(engine, tokenizer, [BFCLEnv(t, decode_feedback=feedback) for t, _ in todo], names=names, on_finish=keep, **settings)
     finally:
         engine.temperature = before
         if out:
@@ -781,19 +791,24 @@ def main():
     config = parse_flags(EvalConfig, description=__doc__.split("\n")[0])
     try:
         check_numbers(config, "max_action kv_gib")
+        if config.engine not in ("auto", "vllm", "hf"):
+            raise ValueError(f"--engine is vllm, hf or auto, not {config.engine!r}")
+        if config.decode_feedback not in ("none", "short", "error"):
+            raise ValueError(f"--decode_feedback is none, short or error, not {config.decode_feedback!r}")
         tasks = env_bfcl.load_tasks(config.split, tuple(config.categories.split(",")), short_docs=config.short_docs)
         path = find_model(config.model)
         tokenizer = load_tokenizer(path)
         if config.limit:
-            tasks = [t for c in config.categories.split(",") for t in [t for t in tasks if t.category == c][: config.limit]]
+            tasks = [t for c in dict.fromkeys(config.categories.split(",")) for t in [t for t in tasks if t.category == c][: config.limit]]
         out = config.out or os.path.join("runs", "eval", re.sub(r"[^\w.]+", "-", "-".join(os.path.normpath(config.model).split(os.sep)[-2:])).strip("-."))
         os.makedirs(out, exist_ok=True)
         # An evaluation is continued only with the flags and the weights that started it.
         flags, flags_path = dataclasses.asdict(config) | {"show": 0, "limit": 0, "kv_gib": 0, "files": weight_files(path)}, os.path.join(out, "config.json")
         if os.path.exists(flags_path) and json.load(open(flags_path)) != flags:
             raise ValueError(f"{out} holds an evaluation with other flags or other weights: give another --out")
-        json.dump(flags, open(flags_path, "w"), indent=1)
         engine = make_engine(config.engine, path, tokenizer, kv_gib=config.kv_gib, max_model_len=8192 + 16384)
+        with open(flags_path, "w") as f:        # last: flags that do not work are no evaluation
+            json.dump(flags, f, indent=1)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     records = evaluate(engine, tokenizer, tasks, os.path.join(out, "episodes.jsonl"), think=config.think,

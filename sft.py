@@ -186,8 +186,8 @@ def rule_made_reflection(task, trajectory):
 def teacher_reflections(requests, url, name, cache, workers=8):
     """Ask an OpenAI-compatible server for reflections: [text or None]. `requests`: [(task, trajectory)]. Answers are kept under
     `cache`, so a resumed run asks nothing twice; one without valid calls is asked for once more, then counted as None."""
-    from openai import OpenAI, OpenAIError      # comes with vLLM
-    client = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=4, timeout=120)
+    from openai import OpenAI      # comes with vLLM
+    client, lost = OpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=2, timeout=120), []
     os.makedirs(cache, exist_ok=True)
 
     def ask(request):
@@ -198,14 +198,17 @@ def teacher_reflections(requests, url, name, cache, workers=8):
         path = os.path.join(cache, hashlib.sha256(json.dumps([name, messages]).encode()).hexdigest()[:32] + ".json")
         if os.path.exists(path):
             return json.load(open(path))
-        for _ in range(2):
-            try:
+        for _ in range(2 if len(lost) < 8 else 0):      # a dead server is not waited for by each of hundreds of failures
+            try:        # the server may be anything: an answer that is none must not end the run
                 text = client.chat.completions.create(model=name, messages=messages, temperature=0.7, max_tokens=4096).choices[0].message.content or ""
-            except OpenAIError as e:
-                tqdm.write(f"teacher: {str(e)[:200]}")
+                text = text.rpartition("</think>")[2].strip()
+                text.encode()       # half a surrogate pair is no text
+            except Exception as e:
+                tqdm.write(f"teacher: {type(e).__name__}: {str(e)[:200]}")
+                lost.append(e)
                 return None
-            text = text.rpartition("</think>")[2].strip()
-            if not check_calls(task, text):
+            lost.clear()
+            if len(text) < 50_000 and not check_calls(task, text):
                 with open(path + ".tmp", "w") as f:
                     json.dump(text, f)
                 os.replace(path + ".tmp", path)
@@ -240,11 +243,11 @@ def read_chats(path):
     Two forms: OpenAI's ({"messages", "tools"}; tool_calls become `<tool_call>` blocks, tool messages `<tool_response>`) and
     ToolACE's ({"system", "conversations": [{"from", "value"}]}; its `[name(k='v')]` calls are read with ast, never
     evaluated). ValueError names the first line that does not fit."""
-    with open(path, encoding="utf-8") as f:
-        text = f.read()
     try:
-        lines = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
-    except ValueError as e:
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        lines = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")      # splitlines() would cut at U+2028, too
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: {e}") from None
     chats = []
     for number, line in enumerate(lines, 1):
@@ -257,8 +260,12 @@ def read_chats(path):
                 chat.pop()
             if [m["role"] for m in chat] != ["system"] + ["user", "assistant"] * (len(chat) // 2) or len(chat) < 3:
                 raise ValueError("roles must be user and assistant (or tool) in turn, with an answer")
+            for m in chat:
+                m["content"].encode()       # AttributeError: no text; UnicodeEncodeError: half a surrogate pair
+                if m["role"] == "assistant" and (errors := env_bfcl.parse_calls(m["content"])[1]):
+                    raise ValueError(f"a call in the wrong form: {errors[0]}")
             chats.append(chat)
-        except (ValueError, KeyError, TypeError, AttributeError, SyntaxError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, SyntaxError, RecursionError, MemoryError) as e:
             raise ValueError(f"{path}, line {number}: {type(e).__name__}: {str(e)[:160]}") from None
     if not chats:
         raise ValueError(f"{path} holds no chats")
@@ -273,6 +280,8 @@ def _openai_chat(record):
     messages = [{"role": "system", "content": _tools_text(record.get("tools") or [])}]
     for m in record["messages"]:
         content = m.get("content") or ""
+        if isinstance(content, list):       # OpenAI's parts
+            content = "".join(part["text"] for part in content)
         if m["role"] == "system":
             messages[0]["content"] = f"{content}\n\n{messages[0]['content']}"
         elif m["role"] == "assistant":
@@ -435,12 +444,14 @@ def main():
             for t in dialogues:
                 print_trajectory(t, tokenizer)
             return
+        if not any(len(t.ids) <= config.max_length for t in dialogues):
+            raise ValueError(f"all {len(dialogues)} dialogues are longer than --max_length {config.max_length} tokens")
+        grpo.check_out(config.out)
         learner = grpo.make_learner(path, tokenizer, fsdp=config.fsdp, offload=config.offload_optimizer)
         check_tags(learner.model, tokenizer, config.init_tags)
     except (ValueError, OSError) as e:
         sys.exit(f"error: {e}")
     grpo.set_optimizer(learner, config.lr, betas=(0.9, 0.95))
-    os.makedirs(config.out, exist_ok=True)
     with open(os.path.join(config.out, "metrics.jsonl"), "w") as log:
         log.write(json.dumps({"kind": "config", **dataclasses.asdict(config)}) + "\n")
         for step, metrics, last in sft_phase(learner, dialogues, config):

@@ -27,10 +27,12 @@ import os
 import random
 import re
 import shutil
+import http.server
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from xml.sax.saxutils import escape
@@ -508,9 +510,11 @@ def test_env_copies_of_directories_do_not_hang():
                    [("mkdir", "x" * 2000), ("cp", "x" * 2000, "x" * 2000)],
                    [("mkdir", "d0")] + [step for n in range(40) for step in (
                        ("mkdir", f"d{n + 1}"), ("cp", f"d{n}", f"e{n}"), ("mv", f"d{n}", f"d{n + 1}"), ("mv", f"e{n}", f"d{n + 1}"))],
+                   [("touch", "f"), ("echo", "\u00e9" * 3_000_000, "f")],     # find may list it, du would encode it each time
                    [step for _ in range(1500) for step in (("mkdir", "n"), ("cd", "n"))]):
         simulators, calls = env_bfcl.make_simulators(task), []
-        keys = {"mkdir": ("dir_name",), "cd": ("folder",), "cp": ("source", "destination"), "mv": ("source", "destination")}
+        keys = {"mkdir": ("dir_name",), "cd": ("folder",), "cp": ("source", "destination"), "mv": ("source", "destination"), "touch": ("file_name",),
+                "echo": ("content", "file_name")}
         for name, *values in script:
             calls.append(Call(name, dict(zip(keys[name], values))))
             assert "Error during" not in env_bfcl.execute(simulators, calls[-1], task.names)
@@ -700,7 +704,6 @@ def test_reward_intervals():
 
 def test_an_evaluation_of_other_weights_is_not_taken_for_the_old_one(sharp, tmp_path, monkeypatch, capsys):
     """The same folder, trained again: its old episodes would be the new model's score."""
-    import shutil
     model = str(shutil.copytree(sharp, tmp_path / "run" / "model"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["rollout.py", "--model", model, "--engine", "hf", "--categories", "base", "--limit", "1", "--max_action", "4"])
@@ -1198,6 +1201,12 @@ def test_evaluation_with_several_samples(sharp, tokenizer, tmp_path):
     assert [(r["task_id"], r["sample"]) for r in records] == [(f"small_{t}", k) for t in range(2) for k in range(3)]
     assert len({tuple(r["ids"]) for r in records}) == 6 and engine.temperature == 0.3 and len(open(path).readlines()) == 6
     assert ro.evaluate(engine, tokenizer, SMALL[:2], path, **settings) == records and len(open(path).readlines()) == 6
+    lines = open(path).readlines()
+    for kept in (lines[:2], lines[3:5]):    # killed and resumed: each sample has the seed it would have had
+        with open(path, "w") as f:
+            f.writelines(kept)
+        again = ro.evaluate(engine, tokenizer, SMALL[:2], path, **settings)
+        assert [(r["task_id"], r["sample"], r["ids"]) for r in again] == [(r["task_id"], r["sample"], r["ids"]) for r in records]
 
 
 def test_summary_counts_what_it_says():
@@ -2072,7 +2081,9 @@ def test_saved_rollouts_make_the_same_update_without_an_engine(tiny, tokenizer, 
 
 
 def test_grpo_alone_saves_its_rollouts_and_trains_on_them_again(sharp, tmp_path, monkeypatch):
-    def main(*flags):
+    def main(*flags, fresh=True):
+        if fresh:
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
         monkeypatch.setattr(sys, "argv", ["grpo.py", "--model", sharp, "--engine", "hf", "--categories", "base", "--train_tasks", "2", "--prompts", "2", "--n", "2",
                                           "--mini_batch", "2", "--steps", "2", "--max_action", "8", "--max_response", "60", "--out", str(tmp_path / "out"), *flags])
         grpo.main()
@@ -2086,9 +2097,20 @@ def test_grpo_alone_saves_its_rollouts_and_trains_on_them_again(sharp, tmp_path,
     assert not (tmp_path / "out" / "rollouts").exists()
     main()
     assert len(os.listdir(tmp_path / "out" / "rollouts")) == 2
-    for flags, word in (((), "another --out"), (("--save_rollouts", str(there)), "another --save_rollouts"), (("--save_rollouts", "true"), "is a folder, or none")):
+    log = (tmp_path / "out" / "metrics.jsonl").read_text()
+    for flags, why in (([], "holds a run already"), (["--load_rollouts", str(there)], "holds a run already")):
+        with pytest.raises(SystemExit, match=why):
+            main(*flags, fresh=False)
+    for text, why in (("{\n", "line 1 is no trajectory"), ("{}\n", "line 1 is no trajectory"),
+                      (json.dumps(json.loads((there / "000000.0.jsonl").read_text().splitlines()[0]) | {"ids": [10**6], "mask": [1], "logp": [0.0]}) + "\n", "another model")):
+        (there / "000001.0.jsonl").write_text(text)
+        with pytest.raises(SystemExit, match=why):
+            main("--load_rollouts", str(there), "--out", str(tmp_path / "new"), fresh=False)
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == log
+    for flags, word in (((), "another --out"), (("--save_rollouts", str(there), "--out", str(tmp_path / "other")), "another --save_rollouts"),
+                        (("--save_rollouts", "true"), "is a folder, or none"), (("--save_rollouts", __file__, "--out", str(tmp_path / "third")), "is a file")):
         with pytest.raises(SystemExit, match=word):
-            main(*flags)
+            main(*flags, fresh=False)
 
 
 def test_control_token_mass_is_the_models_probability_at_the_protocols_slots(sharp, tokenizer):
@@ -2444,6 +2466,19 @@ def test_other_peoples_chats_become_the_same_ids(tokenizer, tmp_path):
     path.write_text(json.dumps(evil))
     with pytest.raises(ValueError, match="line 1"):
         sft.read_chats(str(path))
+    talk = lambda said, asked="a": json.dumps({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]}, ensure_ascii=False)
+    path.write_text(talk("one\u2028two", [{"type": "text", "text": "par"}, {"type": "text", "text": "ts"}]) + "\n", encoding="utf-8")
+    (_, asked, said), = sft.read_chats(str(path))       # U+2028 ends no line of JSON
+    assert said["content"] == "one\u2028two" and asked["content"] == "parts"
+    for bad in (talk("b", 7), talk("b", [{"type": "image"}]), talk("b").replace('"b"', '"\\ud800"'), talk('<tool_call>{"name": null}</tool_call>'), "[" * 10**5,
+                json.dumps(evil).replace("__import__('os').system('false')", "f(a=" + "-" * 20000 + "1)")):
+        path.write_text(bad + "\n")
+        with pytest.raises(ValueError, match="chats.jsonl") as caught:
+            sft.read_chats(str(path))
+        assert "\n" not in str(caught.value)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="chats.jsonl"):
+        sft.read_chats(str(path))
     path.write_text("\n" + json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}))
     with pytest.raises(ValueError, match="line 2.*roles must be"):     # blank lines count
         sft.read_chats(str(path))
@@ -2485,6 +2520,47 @@ def test_rule_made_reflections_hold_valid_calls(tokenizer):
     assert sft.check_calls(task, render_call(Call("mkdir", {"dir_name": "a", "x": 1}))) and sft.check_calls(task, "text") and not sft.check_calls(task, MKDIR)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="openai is not installed here (it comes with vLLM)")
+def test_a_teacher_that_answers_anything_costs_reflections_and_nothing_else(tokenizer, tmp_path):
+    """After a round of RL, hours long, an answer of the wrong form would end the run, and once kept end each resumed one."""
+    task = env_bfcl.load_tasks("train")[0]
+    good = lambda text: json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "m",
+                                    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]})
+    valid = render_call(next(c for calls in task.ground_truth for c in calls))
+    answers = ["<html>", "null", "{}", '{"choices": []}', good(None).replace("null", "[1]"), good(valid).replace("<tool_call>", "\\ud800<tool_call>", 1), good(valid + "x" * 60_000),
+               good("no call"), good("because\n" + valid)]
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = answers[server.at].encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    failure, = sft.demonstrate(tokenizer, [task], [["I cannot."] * len(task.turns)])
+    for server.at in range(len(answers)):
+        cache = tmp_path / str(server.at)
+        out, lost = sft.reflect(tokenizer, [(task, failure)], teacher=lambda requests: sft.teacher_reflections(requests, url, "m", str(cache)))
+        last = server.at == len(answers) - 1
+        assert (len(out), lost, len(os.listdir(cache))) == ((1, 0, 1) if last else (0, 1, 0)), answers[server.at][:80]
+    config = types.SimpleNamespace(teacher=url, signal="prs")
+    interleave.check_teacher(config)        # a 501 for GET: somebody is there
+    server.shutdown()
+    server.server_close()
+    for teacher, signal, why in ((url, "prs", "no server answers"), ("foo", "prs", "no server answers"), (url, "ets", "use prs")):
+        with pytest.raises(ValueError, match=why):
+            interleave.check_teacher(types.SimpleNamespace(teacher=teacher, signal=signal))
+
+
 # =====================================================================================================================
 # interleave.py: flags and plans
 
@@ -2517,6 +2593,10 @@ def test_presets_hold_the_papers_settings(monkeypatch):
     assert (config.max_prompt, config.max_response, config.max_action, config.max_observation, config.max_generations) == (8192, 8192, 2048, 1024, 30)
     assert (config.optimizer, config.reference, config.reward, config.temperature, config.weight_decay) == ("reset", "reset", "official", 1.0, 0.01)
     assert config.out != config_of(monkeypatch, "--preset=qwen2.5/ets").out
+    last = config_of(monkeypatch, "--preset", "tiny/ets", "--preset", "qwen2.5/none")
+    assert (last.preset, last.signal, last.rounds) == ("qwen2.5/none", "none", "50,100,150")
+    with pytest.raises(SystemExit, match="unknown flag --pre"):      # else another experiment than its name says
+        config_of(monkeypatch, "--pre", "tiny/none", "--model", "x")
     for family in interleave.FAMILIES:
         for name in interleave.SIGNALS:
             assert interleave.plan(config_of(monkeypatch, "--preset", f"{family}/{name}"))
@@ -2862,6 +2942,14 @@ def test_damaged_reference_and_healthy_weights_are_noticed(tiny, tokenizer, tmp_
     run.learner.skipped = 2
     interleave.save_checkpoint(run)
     run.lock.close()
+    state = tmp_path / "run" / "ckpt-000001" / "state.json"
+    own = state.read_text()
+    state.write_text(json.dumps(json.loads(own) | {"flags": dataclasses.asdict(config) | {"seed": 7}}))
+    log = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="another run .--seed 7"):       # else metrics.jsonl would be cut to that run's length
+        interleave.prepare(config)
+    state.write_text(own)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == log
     again = interleave.prepare(config)
     assert again.learner.reference is not None and again.learner.skipped == 2      # the third gradient in a row that is not finite still stops the run
     again.lock.close()
@@ -2907,6 +2995,9 @@ def test_other_flags_are_refused_by_name_and_fresh_starts_over(tmp_path):
             claimed(dataclasses.replace(config, **change))
         assert "\n" not in str(caught.value) and "--fresh" in str(caught.value)
     claimed(dataclasses.replace(config, save_every=1))        # harmless
+    shutil.move(run, tmp_path / "moved")
+    claimed(dataclasses.replace(config, out=str(tmp_path / "moved")))
+    shutil.move(tmp_path / "moved", run)
     assert (run / "rollouts").exists()
     for mine in ("notes.txt", "model.bak", "ckpt-000001-keep", "figure.png", "lock"):      # not of a run, but for the lock, which is held
         (run / mine).write_text("x")
@@ -4127,6 +4218,12 @@ def test_ablate_table_skips_finished_runs(ablate, tmp_path, monkeypatch, capsys)
     assert name == "tiny-ets-seed43" and command[2:4] == ["--preset", "tiny/ets"] and command[-2:] == ["--rounds", "2"] and started[1] == ["0", "1"] * 2
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tiny/")]
     assert stop.value.code == 1
+    for bad in (["tiny/none", "--per_device", "0"], [""], ['tiny/none "'], ["tiny/none", "--seeds", "42", "42"], ["tiny/none", "--", "--seed", "5"],
+                ["tiny/none --seed=5"], ["tiny/foo"], ["tiny/none", "--out", __file__]):
+        monkeypatch.setattr(sys, "argv", ["ablate.py", *bad])
+        with pytest.raises(SystemExit) as stop:
+            ablate.main()
+        assert stop.value.code == 2 and "ablate.py: error: " in capsys.readouterr().err.splitlines()[-1], bad
     assert [row[:6] for row in rows] == [["tiny/none", "2", "1", "8/20", "=", "40.0"], ["tiny/ets", "1", "1", "9/10", "=", "90.0"]]
     low, high = reward.interval({i: [float(i < 3), float(i < 5)] for i in range(10)})
     assert rows[0][7:9] == [f"[{100 * low:.1f},", f"{100 * high:.1f}]"]

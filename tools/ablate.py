@@ -89,9 +89,20 @@ def main():
     parser.add_argument("--per_device", type=int, default=1, help="runs side by side on one device: a small model leaves a large GPU idle half of the time")
     args = parser.parse_args(own)
     names = [re.sub(r"[^\w.]+", "-", arm).strip("-") for arm in args.arms]
-    if len(set(names)) < len(names):
-        parser.error("two arms are the same")
-    os.makedirs(args.out, exist_ok=True)
+    if len(set(names)) < len(names) or len(set(args.seeds)) < len(args.seeds):
+        parser.error("two arms, or two seeds, are the same")
+    if args.per_device < 1 or min(args.seeds) < 0:
+        parser.error("--per_device is at least 1, a seed at least 0")
+    try:
+        os.makedirs(args.out, exist_ok=True)
+        flags = [flag.partition("=")[0] for words in (*map(shlex.split, args.arms), common) for flag in words]
+        presets = [shlex.split(arm)[0] for arm in args.arms]
+    except (OSError, ValueError, IndexError) as e:
+        parser.error(f"{type(e).__name__}: {e}")
+    if taken := {"--seed", "--out", "--preset"} & set(flags):
+        parser.error(f"{min(taken)} belongs to ablate.py itself: --seeds, --out, and the arms' presets")
+    if unknown := [p for p in presets if not re.fullmatch(r"(qwen2\.5|qwen3|tiny)/(none|sft|ops|hint|ets|prs)", p)]:
+        parser.error(f"{unknown[0]!r} is no preset: FAMILY/SIGNAL, as in tiny/ets (interleave.py --help)")
     jobs = []
     for arm, name in zip(args.arms, names):
         preset, *flags = shlex.split(arm)

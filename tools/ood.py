@@ -36,7 +36,7 @@ from xml.sax.saxutils import unescape
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from rollout import find_model, load_tokenizer, make_engine, rollout, trajectory_record, weight_files     # before torch
+from rollout import check_numbers, find_model, load_tokenizer, make_engine, rollout, trajectory_record, weight_files     # before torch
 import env_bfcl
 import reward as rw
 from env_bfcl import BLOCKS, CATEGORIES, MAX_CALL_CHARS, MAX_DEPTH, THINK_END, UNCLOSED, BFCLEnv, Call, Task, parse_calls, render_call
@@ -327,6 +327,10 @@ def main():
     parser.add_argument("--max_action", type=int, default=2048, help="tokens per message")
     parser.add_argument("--kv_gib", type=float, default=16.0, help="GiB of keys and values in vLLM")
     args = parser.parse_args()
+    try:
+        check_numbers(args, "max_action kv_gib")
+    except ValueError as e:
+        parser.error(str(e))
     tasks = {"multi_turn": env_bfcl.load_tasks("test", CATEGORIES, short_docs=args.short_docs), "single_turn": [t for s in SETS for t in load_single(s)]}
     if args.limit:
         key, count = lambda t: (t.category, t.index in BLOCKS.get(args.holdout, ()) and t.category in CATEGORIES), collections.Counter()
