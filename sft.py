@@ -432,6 +432,8 @@ def main():
     config = parse_flags(SFTConfig, description=__doc__.split("\n")[0])
     try:
         check_numbers(config, "dialogues tokens_per_row max_length" + " epochs" * (not config.steps))
+        if max(config.warmup_ratio, config.stop_accuracy) > 1:
+            raise ValueError("--warmup_ratio and --stop_accuracy are shares, at most 1")
         path = find_model(config.model, config.out)
         tokenizer = load_tokenizer(path)
         tasks = grpo.train_tasks(config)
