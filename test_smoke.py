@@ -3668,7 +3668,7 @@ def test_plot_gaps(plotted):
 def test_plot_trajectories_are_spread_and_limited(plotted):
     data = json.loads(re.search(r'id="data">(.*?)</script>', (plotted / "report.html").read_text(), re.S)[1])
     steps = [int(re.search(r"step (\d+)", r["where"])[1]) for r in data["records"]]
-    assert 30 < len(steps) <= 40 and min(steps) == 0 and max(steps) == 19
+    assert 30 < len(steps) <= 40 and min(steps) == 0 and max(steps) == 19 and {r["of"] for r in data["records"]} == {8}      # what the page says of each step
     for r in data["records"]:
         assert len(r["ids"]) == len(r["logp"]) and r["spans"][1]["start"] == 300 and r["prompt"] > 300       # the prompt's tail only
         assert [s["state"] for s in r["spans"] if s["sampled"]] in (["call", "polluted", "response"], ["collapsed", "polluted", "collapsed"],
@@ -3680,6 +3680,10 @@ def test_plot_several_runs(plotted, tmp_path):
     done = plot(plotted, *seeds, "--out", tmp_path / "both")
     assert done.returncode == 0 and not done.stderr, done.stderr
     page = (tmp_path / "both" / "report.html").read_text()
+    for run in seeds:
+        shutil.rmtree(run / "rollouts")
+    done = plot(*seeds, "--out", tmp_path / "bare")
+    assert done.stdout.count("\n") == 2 and done.stdout.startswith("no trajectories of the RL steps of 2 of 2 runs: seed1, seed2\n"), done.stdout
     assert "seed1 (2 seeds)" in page and not_blank(tmp_path / "both" / "overview.png")
 
 
@@ -3696,6 +3700,7 @@ def test_plot_viewer_in_a_browser(plotted, tmp_path):
     url = f"file://{plotted}/report.html"
     dom = dump_dom(url + "#run%2F000019.0.jsonl%3A2", tmp_path / "profile")      # not the one that is shown first
     assert 'class="state collapsed">collapsed<' in dom and "user turn 2" in dom and "Traceback &lt;/script&gt;" in dom and 'title="id 257, logp -' in dom
+    assert "one of 2 of 8 of run, step 19" in dom and 'label="2 of 8 of run, step 0"' in dom
     assert "<img src" not in dom.replace('<img alt', "") and "pwned" not in re.search("<title>(.*?)</title>", dom)[1]
 
 

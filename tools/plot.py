@@ -24,6 +24,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import matplotlib
@@ -319,11 +320,11 @@ def evenly(items, n):
 
 
 def find_rollouts(run):
-    """Files of the trajectories of the run's steps, from the folder that its config names; notes it when there are none."""
+    """Files of the trajectories of the run's steps, from the folder that its config names; notes why there are none."""
     named = run.config.get("save_rollouts")     # as grpo.rollouts_folder; older runs have a bool
     folder = named if named and isinstance(named, str) else os.path.join(run.folder, "rollouts")
     paths = sorted(glob.glob(f"{glob.escape(folder)}/*.jsonl"))
-    run.note = "" if paths or not run.steps else f"{run.name}: no trajectories of its RL steps: " + ("it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}")
+    run.note = "" if paths or not run.steps else "it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}"
     return paths
 
 
@@ -345,7 +346,7 @@ def sample_records(run, most):
         each = max(most // len(chosen), 1)
         starts = evenly(range(0, len(records), 2), max(each // 2, 1))       # neighbours: two samples of one task
         for record, prompt, more in [r for k in starts for r in records[k: k + 2]][:each]:
-            yield shorten(record, prompt[-300:]) | more
+            yield shorten(record, prompt[-300:]) | more | {"of": len(records)}
 
 
 def shorten(r, tail):
@@ -364,6 +365,7 @@ def shorten(r, tail):
 SCRIPT = r"""
 const page = id => document.getElementById(id), data = JSON.parse(page("data").textContent);
 const chosen = () => data.records.find(r => "#" + encodeURIComponent(r.key) === location.hash);
+const share = r => `${data.records.filter(other => other.where === r.where).length} of ${r.of} of ${r.where}`;
 const score = r => r.reward ? `official ${r.reward.official}, strict ${r.reward.strict}` : "no score";
 function add(parent, tag, text, kind) {     // whatever the text is, it only ever becomes a text node
   const e = parent.appendChild(document.createElement(tag));
@@ -377,7 +379,7 @@ function show(r) {
   box.replaceChildren();
   const turns = r.reward ? r.reward.per_turn.map((ok, t) => `${t + 1}${ok ? "\u2713" : "\u2717"}`).join(" ") : "none";
   add(box, "b", `${r.task}: ${score(r)}, per turn ${turns}, finish ${r.finish}`);
-  add(box, "div", r.key + (r.reward && r.reward.error ? `, scoring: ${r.reward.error}` : ""), "role");
+  add(box, "div", `${r.key}, one of ${share(r)}` + (r.reward && r.reward.error ? `, scoring: ${r.reward.error}` : ""), "role");
   if (r.error) add(box, "pre", r.error, "bad");
   let turn;
   r.spans.forEach((s, n) => {
@@ -399,8 +401,9 @@ function show(r) {
 }
 for (const where of new Set(data.records.map(r => r.where))) {
   const group = add(page("which"), "optgroup", "");
-  group.label = where;
-  for (const r of data.records.filter(r => r.where === where))
+  const those = data.records.filter(r => r.where === where);
+  group.label = share(those[0]);
+  for (const r of those)
     add(group, "option", `${where}: ${r.task}, line ${r.key.split(":").pop()}: ${score(r)}, ${r.finish}`).value = r.key;
 }
 page("which").onchange = e => location.hash = encodeURIComponent(e.target.value);
@@ -417,7 +420,8 @@ td, th { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid #ee
 .token { border-bottom: 1.5px solid #0072B2 } .state { color: white; background: #0072B2; padding: 0 6px; border-radius: 3px }
 .polluted { background: #a86f00 } .collapsed { background: #b33a00 }
 """
-LEGEND = "Blue underline: sampled (mask 1). Grey: context (mask 0). More orange: less probable. Point at a token for its id and logp."
+LEGEND = "A sample, spread over the steps (--max_trajectories): the list says how many of each step's are here. " \
+         "Blue underline: sampled (mask 1). Grey: context (mask 0). More orange: less probable. Point at a token for its id and logp."
 
 
 def table(head, rows):
@@ -441,7 +445,7 @@ def ood_table(path):
         fail(f"{path} is not a table of tools/ood.py")
 
 
-def write_report(path, title, runs, figures, data, ood):
+def write_report(path, title, runs, figures, data, ood, note):
     rates = collections.defaultdict(dict)
     for at, splits in [((run.name, name), e) for run in runs for name, e in run.evals.values()]:
         for split, key, entry in [(s, *e) for s, line in splits.items() for e in line["table"].items()]:
@@ -460,8 +464,7 @@ def write_report(path, title, runs, figures, data, ood):
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")     # no '</script>', no '<!--'
     own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
-    notes = "".join(f"<p>{html.escape(run.note)}</p>" for run in runs if run.note)
-    viewer = f'{notes}<p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
+    viewer = f'<p>{html.escape(note)}</p><p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
     sections = {"Evaluations": table(["run", "after", "tasks", "category", *scores], rates), "Out of distribution": ood,
                 "Trajectories": viewer, "Figures": "".join(pictures[1:]),
                 "Checklist of each round's first step": table(["run", "RL step", "check", "value", ""], checks),
@@ -499,15 +502,19 @@ def main():
         ids = sorted({i for r in records for i in r["ids"]}) if tokenizer else []
         data["records"] += records
         data["vocab"].append({i: tokenizer.decode([i], skip_special_tokens=False) for i in ids})
+    bare = [run for run in runs if run.note]
+    note = "".join(f"{run.name}: no trajectories of its RL steps: {run.note}" for run in bare) if len(bare) < 2 else textwrap.shorten(
+        f"no trajectories of the RL steps of {len(bare)} of {len(runs)} runs: {', '.join(run.name for run in bare)}", 120)
     beside = os.path.join(os.path.dirname(os.path.abspath(args.runs[0])), "compare")
     out = args.out or (args.runs[0] if len(runs) == 1 else beside)
     try:
         os.makedirs(out, exist_ok=True)
         figures = make_figures(groups, out)
-        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, ood)
+        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, ood, note)
     except OSError as e:
         fail(f"cannot write to {out}: {e}")
-    print(*(f"{run.note}\n" for run in runs if run.note), sep="", end="")
+    if note:
+        print(note)
     print(f"wrote {', '.join(f'{name}.png' for name in figures)}, report.html to {out} ({len(data['records'])} trajectories)")
 
 
