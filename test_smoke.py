@@ -3619,20 +3619,40 @@ def test_plot_draws_the_numbers_of_the_metrics(tmp_path):
     (group,), ax = module.group_runs(both, None), module.plt.figure().add_subplot()
     assert module.panel_lines(ax, [group], {"kl": (None, "black")}, "KL", "nats per token", True)
     drawn = [{int(x): y for x, y in zip(*line.get_data())} for line in ax.lines if len(line.get_xdata()) > 2]      # the others are phases
+    assert min(path.vertices[:, 0].min() for band in ax.collections for path in band.get_paths()) == 1 and np.isnan(drawn[0][0])  # KL 0 at step 0: no wedge
     assert [sorted(d) for d in drawn] == [list(range(10)), list(range(10, 20))] and drawn[0][6] == pytest.approx(0.002)
     assert drawn[1][13] == pytest.approx(np.mean([run.steps[13]["kl"] for run in both])) and np.isnan(drawn[0][9])
     group.smooth, ax = 3, module.plt.figure().add_subplot()
     assert module.panel_lines(ax, [group], {"reward": (None, "black")}, "Reward", "share of episodes")
     dots, line = [dict(zip(*line.get_data())) for line in ax.lines if len(line.get_xdata()) > 2][:2]
     raw = {s: np.mean([run.steps[s]["reward"] for run in both]) for s in range(9)}
-    assert dots[4] == pytest.approx(raw[4]) and line[4] == pytest.approx((raw[3] + raw[4] + raw[5]) / 3) and np.isnan(line[9]) and line[8] == pytest.approx((raw[7] + raw[8]) / 2)
+    assert dots[4] == pytest.approx(raw[4]) and line[4] == pytest.approx((raw[3] + raw[4] + raw[5]) / 3) and np.isnan(line[9])
+    assert line[0] == pytest.approx(raw[0]) and line[8] == pytest.approx(raw[8])      # nothing on one side of them: a mean of the other bends a slope
+    slope = np.ma.masked_invalid([np.nan, *range(1, 9), np.nan, *range(10, 14)])
+    assert module.smoothed(slope, 5)[1:9] == list(range(1, 9)) and module.smoothed(slope, 5)[10:] == list(range(10, 14))
     other = module.read_run(str(plot_run(tmp_path / "none", rounds=(20,), collapse=False, lr=2e-6)))
     groups, ax = module.group_runs([both[0], other], None), module.plt.figure().add_subplot()
     assert module.panel_category(ax, groups, "base", ("test",))
     assert [t.get_text() for t in ax.get_xticklabels()] == ["step 0", "step 0, SFT", "step 10", "step 10, SFT", "step 20"]
+    bars = ax.containers[1][2][0].get_segments()
     (last, _, _), run = ax.containers[1], {name: splits["test"]["table"]["base official"] for name, splits in other.evals.values()}
     assert [round(x) for x in last.get_xdata()] == [0, 1, 4] and list(last.get_ydata()) == [run[n][2] for n in ("start", "sft start", "rl 1")]
+    assert [list(bar[:, 1]) for bar in bars] == [pytest.approx(run[n][3:]) for n in ("start", "sft start", "rl 1")]
+    pair, ax = [next(s["test"]["table"]["base official"] for n, s in r.evals.values() if n == "rl 1") for r in both], module.plt.figure().add_subplot()
+    assert module.panel_category(ax, [group], "base", ("test",))       # seeds have bars of the same kind: what their intervals cover
+    point, bar = ax.containers[0][0].get_ydata()[2], ax.containers[0][2][0].get_segments()[2]
+    assert point == pytest.approx((pair[0][2] + pair[1][2]) / 2) and list(bar[:, 1]) == pytest.approx([min(e[3] for e in pair), max(e[4] for e in pair)])
     module.plt.close("all")
+
+
+def test_plot_pools_runs_whose_seeds_differ(tmp_path):
+    """An ablation by an edit of the code has the flags and the seed of its baseline."""
+    module = plot_module()
+    runs = [module.read_run(str(plot_run(tmp_path / name, seed=seed, steps=4, rounds=(2, 2), collapse=False)))
+            for name, seed in (("plain", 1), ("edited", 1), ("edited-seed2", 2))]
+    labels = lambda runs, names=None: [g.label for g in module.group_runs(runs, names)]
+    assert labels(runs) == ["plain", "edited", "edited-seed2"] and labels(runs[1:]) == ["edited (2 seeds)"]
+    assert labels(runs, ["a", "b", "b"]) == ["a", "b (2 seeds)"]
 
 
 def test_plot_reads_the_rollouts_that_the_config_names(tmp_path):

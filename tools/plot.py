@@ -1,7 +1,7 @@
 """Figures and a report of runs: metrics.jsonl and saved trajectories -> PNG files and one report.html that needs no server.
 
  1. Runs that differ in their seed only (or share a --label) are one curve: the mean of those that have the step, and
-    a band from min to max.
+    a band from min to max. Runs of equal flags and equal seed differ in something else, such as the code: a curve each.
  2. A key that a step lacks is a gap. So is all that the update measures in a step whose groups were all flat: the zeros
     in its line are sums over no token.
  3. SFT phases have no RL step of their own: a green bar between two steps, where lines break. Evaluations have panels of their own.
@@ -106,10 +106,12 @@ def read_run(folder):
 
 def group_runs(runs, labels, smooth=1):
     """Runs -> curves [namespace(label, runs, colour, smooth)]. Runs with one label, or that differ in the seed only, are seeds."""
-    groups = collections.defaultdict(list)
-    for k, run in enumerate(runs):
-        flags = json.dumps({a: b for a, b in run.config.items() if a not in NOT_AN_ABLATION}, sort_keys=True)
-        groups[labels[k] if labels else flags if run.config else run.folder].append(run)
+    flags = [json.dumps({a: b for a, b in run.config.items() if a not in NOT_AN_ABLATION}, sort_keys=True) for run in runs]
+    seeds, groups = collections.defaultdict(list), collections.defaultdict(list)
+    for run, same in zip(runs, flags):
+        seeds[same].append(run.config.get("seed"))
+    for k, (run, same) in enumerate(zip(runs, flags)):      # if a seed occurs twice, nothing says which runs belong together
+        groups[labels[k] if labels else same if len(set(seeds[same])) == len(seeds[same]) else k].append(run)
     shared = lambda g: len(g) > 1 and re.sub(r"\W*(seed\d*)?\W*$", "", os.path.commonprefix([run.name for run in g])) or g[0].name
     names = [(key if labels else shared(g)) + (f" ({len(g)} seeds)" if len(g) > 1 else "") for key, g in groups.items()]
     return [SimpleNamespace(label=n, runs=g, colour=c, smooth=smooth) for n, g, c in zip(names, groups.values(), COLOURS * len(runs))]
@@ -123,13 +125,14 @@ def series(group, key):
 
 
 def evaluations(group, key, split):
-    """(places as in run.evals, points [N, 3]: rate, low, high). One run: the evaluation's interval; seeds: mean, min and max."""
+    """(places as in run.evals, points [N, 3]: rate, low, high). One run: the evaluation's interval; seeds: the mean,
+    and from the lowest end of their intervals to the highest. They share the tasks, so that pooled counts would seem too certain."""
     found = collections.defaultdict(list)
     for run in group.runs:
         for place, (_, splits) in run.evals.items():
             if split in splits and key in splits[split]["table"]:
                 found[place].append([number(v) for v in splits[split]["table"][key][2:]])
-    rows = [f[0] if len(f) == 1 else (np.mean(f, 0)[0], np.min(f, 0)[0], np.max(f, 0)[0]) for f in found.values()]
+    rows = [(np.mean(f, 0)[0], np.min(f), np.max(f)) for f in found.values()]
     return list(found), np.array(rows).reshape(-1, 3)
 
 
@@ -168,9 +171,10 @@ def dress(ax, groups, title, ylabel):
 
 
 def smoothed(y, n):
-    """The mean of up to n steps around each; gaps stay gaps."""
+    """The mean of up to n steps around each, as many before as after it: else a slope bends at its ends. Gaps stay gaps."""
     y = y.filled(np.nan)
-    return [np.nanmean(y[max(i - n // 2, 0): i + n // 2 + 1]) if np.isfinite(y[i]) else np.nan for i in range(len(y))]
+    windows = [y[i - h: i + h + 1] for i in range(len(y)) for h in [min(n // 2, i, len(y) - 1 - i)]]
+    return [np.nanmean(w + w[::-1]) / 2 if np.isfinite(w[len(w) // 2]) else np.nan for w in windows]     # a step counts with its mirror image
 
 
 def draw_line(ax, group, key, label, colour, style="-", log=False):
@@ -178,7 +182,8 @@ def draw_line(ax, group, key, label, colour, style="-", log=False):
     x, values = series(group, key)
     mean, low, high = values.mean(0), values.min(0), values.max(0)
     if log:     # rounding noise and exact zeros have no place on a log axis
-        mean, low = np.ma.masked_less(mean, 1e-6), np.ma.maximum(low, 1e-6)
+        mean = np.ma.masked_less(mean, 1e-6)
+        low = np.ma.array(np.ma.maximum(low, 1e-6), mask=np.ma.getmaskarray(mean))      # and no band where there is no line
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if ax.get_ylim()[1] < 10 * ax.get_ylim()[0] else "")
