@@ -3645,6 +3645,14 @@ def test_plot_draws_the_numbers_of_the_metrics(tmp_path):
     module.plt.close("all")
 
 
+def plot_figures(module, groups, out):
+    """What make_figures saves, as figures: overview, reward, structure, control, ..."""
+    figures, draw = [], module.draw_figure
+    module.draw_figure = lambda *a, **k: figures.append(draw(*a, **k)) or figures[-1]
+    module.make_figures(groups, str(out))
+    return figures
+
+
 def test_plot_pools_runs_whose_seeds_differ(tmp_path):
     """An ablation by an edit of the code has the flags and the seed of its baseline."""
     module = plot_module()
@@ -3653,6 +3661,49 @@ def test_plot_pools_runs_whose_seeds_differ(tmp_path):
     labels = lambda runs, names=None: [g.label for g in module.group_runs(runs, names)]
     assert labels(runs) == ["plain", "edited", "edited-seed2"] and labels(runs[1:]) == ["edited (2 seeds)"]
     assert labels(runs, ["a", "b", "b"]) == ["a", "b (2 seeds)"]
+
+
+def test_plot_several_arms_with_long_names(tmp_path):
+    """The overview's panels say something of arms that fail on held-out tasks without collapsing; no title leaves its column."""
+    module, runs, long = plot_module(), [], "a-long-name-of-an-arm-with-" + "-".join(["many", "flags"] * 5)
+    for name, seed, lr in (("short", 1, 1e-6), (long, 1, 2e-6), (f"{long}-seed2", 2, 2e-6)):
+        runs.append(module.read_run(str(plot_run(tmp_path / name, seed=seed, steps=6, rounds=(3, 3), collapse=False, lr=lr, eval_samples=8))))
+        for _, splits in runs[-1].evals.values():
+            splits["test"]["table"] = {key: [0, 100, 0.0, 0.0, 0.037] for key in splits["test"]["table"]}
+        for line in runs[-1].steps.values():
+            line["structure/polluted"], line["structure/collapsed"] = 0.25, 0.125
+    overview, _, _, control, *_ = plot_figures(module, groups := module.group_runs(runs, None), tmp_path)
+    panels = {ax.get_title(loc="left"): ax for ax in overview.axes}
+    assert "Success: all, train tasks, sampled" in panels and not any("test tasks" in title for title in panels)
+    assert panels["Unhealthy messages: polluted or collapsed"].lines[0].get_ydata()[1] == 0.375
+    text = overview.get_suptitle()
+    assert "Bars: 95 % intervals, of seeds" in text and "Bands: from the lowest to the highest seed" in text
+    control.canvas.draw()
+    title = lambda ax: ax._left_title.get_window_extent().x1
+    assert len(control.axes) == 8 and all(title(ax) < following.bbox.x0 for ax, following in zip(control.axes, control.axes[1:]) if following.bbox.x0 > ax.bbox.x0)
+    assert all(title(ax) < control.bbox.x1 for ax in control.axes)
+    runs[0].evals[0, 0][1]["test"]["table"]["all official"] = [1, 100, 0.01, 0.0, 0.05]
+    assert "Success: all, test tasks, greedy" in [ax.get_title(loc="left") for ax in plot_figures(module, groups, tmp_path)[0].axes]
+
+
+def test_plot_a_short_run_of_zeros(tmp_path):
+    """One step, no success, no KL: whole steps, shares from 0 to 1; what a log axis cannot show is in the key."""
+    module = plot_module()
+    run = module.read_run(str(plot_run(tmp_path / "run", steps=1, rounds=(1,), collapse=False)))
+    run.steps[0] |= {"success/official": 0.0, "success/strict": 0.0, "control/first/<|im_end|>": 1e-9}
+    for _, splits in run.evals.values():
+        for line in splits.values():
+            line["table"] = {key: [0, 100, 0.0, 0.0, 0.0] for key in line["table"]}
+    overview, *_ = plot_figures(module, module.group_runs([run], None), tmp_path)
+    overview.canvas.draw()
+    panels = {ax.get_title(loc="left"): ax for ax in overview.axes}
+    low, high = panels["Success of rollouts"].get_xlim()
+    assert [x for x in panels["Success of rollouts"].get_xticks() if low < x < high] == [0]
+    for title in ("Success of rollouts", "Success: all"):
+        assert panels[title].get_ylim()[0] > -0.1 and 1 <= panels[title].get_ylim()[1] < 1.3, title
+    key = [t.get_text() for t in panels["First token of a message"].get_legend().get_texts()]
+    assert "<|im_end|> (< 1e-6)" in key and "<tool_call>" in key
+    assert "nothing above 1e-6" in [t.get_text() for t in panels["KL to the reference"].texts]
 
 
 def test_plot_reads_the_rollouts_that_the_config_names(tmp_path):

@@ -43,6 +43,7 @@ STATES = {"structure/call": BLUE, "structure/response": SKY, "structure/polluted
 TIMES = {"time/rollout_s": BLUE, "time/update_s": ORANGE, "time/push_s": PINK}
 CONTROL = {"<tool_call>": BLUE, "</tool_call>": SKY, "<|im_end|>": RED, '{"': GREEN, "<think>": PINK}
 SLOTS = {"first": "First token of a message", "after_open": "After <tool_call>", "close": "After a call's closing brace", "end": "End of a response"}
+BELOW = " (< 1e-6)"      # of a line that a log axis has no place for
 OF_UPDATE = ("kl", "entropy", "engine_gap", "clip_share", "ratio", "pg_", "grad_norm", "control/")
 NOT_AN_ABLATION = ("seed", "out", "fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row", "save_rollouts")
 plt.rcParams.update({
@@ -118,10 +119,10 @@ def group_runs(runs, labels, smooth=1):
 
 
 def series(group, key):
-    """(steps [S], values [R, S]), masked where a run lacks the step or the key."""
+    """(steps [S], values [R, S]), masked where a run lacks the step or the key. "a+b" is the sum of two."""
     steps = [s for run in group.runs for s in run.steps] or [0]
     x = np.arange(min(steps), max(steps) + 1)
-    return x, np.ma.masked_invalid([[number(run.steps.get(s, {}).get(key)) for s in x] for run in group.runs])
+    return x, np.ma.masked_invalid([[sum(number(run.steps.get(s, {}).get(k)) for k in key.split("+")) for s in x] for run in group.runs])
 
 
 def evaluations(group, key, split):
@@ -147,11 +148,12 @@ def dress(ax, groups, title, ylabel):
     low, high, a, b = min(steps), max(steps), *ax.get_ylim()
     em, room = 0.02 * (high - low + 1), 0.24 if plan or alarms else 0.03
     if share := ylabel.startswith(("share", "mean probability")):
+        b = b if ax.dataLim.y1 > 0 else 1       # all zero: not an axis from -0.05 to 0.05
         a, b = (1e-6, 1) if ax.get_yscale() == "log" else (-0.03 * b, b)
         ax.minorticks_off()
     ax.set(title=title, ylabel=ylabel, xlabel="RL step", xlim=(low - 0.8 - em, high + 0.8 + em),
            ylim=(a, b * (b / a) ** room if ax.get_yscale() == "log" else b + room * (b - a)))
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if share:
         ax.set_yticks([t for t in ax.get_yticks() if max(a, 0) <= t < 1.01])
     note = dict(transform=ax.get_xaxis_transform(), va="top", fontsize=7)
@@ -196,7 +198,9 @@ def draw_line(ax, group, key, label, colour, style="-", log=False):
         ax.plot(x[piece], smoothed(mean[piece], group.smooth), style, lw=1.5 if len(x) < 60 else 0.9, label=None if piece.start else label, **dots)
         if len(group.runs) > 1:
             ax.fill_between(x[piece], low[piece], high[piece], color=colour, alpha=0.18, lw=0)
-    return mean.count() > 0
+    if values.count() and not mean.count():
+        ax.plot([], [], style, color=colour, label=label and label + BELOW)
+    return values.count() > 0
 
 
 def panel_stack(ax, group, colours, title, ylabel):
@@ -218,6 +222,9 @@ def panel_lines(ax, groups, lines, title, ylabel, log=False):
         drawn = [draw_line(ax, g, next(iter(lines)), g.label, g.colour, log=log) for g in groups]
     else:
         drawn = [draw_line(ax, groups[0], key, *line, log=log) for key, line in lines.items()]
+    if not any(len(line.get_xdata()) for line in ax.lines):
+        ax.set_ylim(1e-6, 1)
+        ax.text(0.5, 0.5, "nothing above 1e-6", ha="center", color="#777777", transform=ax.transAxes)
     dress(ax, groups, title, ylabel)
     return any(drawn)
 
@@ -225,7 +232,7 @@ def panel_lines(ax, groups, lines, title, ylabel, log=False):
 def panel_category(ax, groups, category, splits):
     """Success at each evaluation: filled points are test tasks, hollow ones train tasks (sampled if the run has --eval_samples)."""
     plans = [{place: name for run in g.runs for place, (name, _) in run.evals.items()} for g in groups]
-    order, top = sorted(set().union(*plans)), 0.1
+    order, top = sorted(set().union(*plans)), 0
     text = [plans[0][place] if all(p == plans[0] for p in plans) else f"step {place[0]}" + ", SFT" * (place[1] > 0) for place in order]
     how = {s: "sampled" if s == "train" and groups[0].runs[0].config.get("eval_samples") else "greedy" for s in splits}
     curves = [(g, s) for g in groups for s in splits]
@@ -236,6 +243,7 @@ def panel_category(ax, groups, category, splits):
         ax.errorbar(x, y, np.maximum([y - low, high - y], 0), fmt="o", ms=4.5, lw=1.2, capsize=2, color=g.colour,
                     mfc=g.colour if split == "test" else "white", label=f"{split}, {how[split]}" if len(groups) == 1 else g.label)
         top = max(top, *high, 0)
+    top = max(top, 0.1) if top else 1
     for k in range(0, len(order), 2):
         ax.axvspan(k - 0.5, k + 0.5, color="#f3f3f3", lw=0, zorder=0)
     ax.set(title=f"Success: {category}" + (f", {splits[0]} tasks, {how[splits[0]]}" if len(splits) == 1 else ""), ylabel="share of episodes",
@@ -245,21 +253,24 @@ def panel_category(ax, groups, category, splits):
     return bool(order)
 
 
-def draw_figure(panels, columns, own_keys):
-    """`panels`: [(function, *arguments)]. One key for all of them below the figure, or one below each."""
+def draw_figure(panels, columns, caption, own_keys):
+    """`panels`: [(function, *arguments)]. The caption is a line above them. One key for all of them below the figure, or one below each."""
     fig, keys = plt.figure(figsize=(4.3, 3.2), layout="constrained"), {}
     for draw, *args in panels:
         if not draw(ax := fig.add_subplot(), *args):
             ax.remove()
     columns = min(columns, max(len(fig.axes), 1))
     grid = fig.add_gridspec(max(math.ceil(len(fig.axes) / columns), 1), columns)
-    fig.set_size_inches(7 if columns == 1 else 4.3 * columns, 3.2 * grid.nrows)
+    fig.set_size_inches(7 if columns == 1 else 4.3 * columns, (3.6 if own_keys else 3.2) * grid.nrows)
     for k, ax in enumerate(fig.axes):
         ax.set_subplotspec(grid[divmod(k, columns)])
         handles, labels = ax.get_legend_handles_labels()
         keys |= {label: h for h, label in zip(handles, labels) if label not in keys}
         if own_keys and len(labels) > 1:
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), ncols=4, columnspacing=0.9, handlelength=1.3)
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), columnspacing=0.9, handlelength=1.3,
+                      ncols=3 if BELOW in "".join(labels) else 4)
+    fig.suptitle(textwrap.fill(caption, int(15 * fig.get_figwidth())), x=0.01, ha="left", fontsize=8, color="#666666")
+    keys = {textwrap.fill(label, 80): h for label, h in keys.items() if not (BELOW in label and label.removesuffix(BELOW) in keys)}     # another panel's
     if len(keys) > 1 and not own_keys:
         fig.legend(keys.values(), keys, loc="outside lower center", ncols=max(int(14 * fig.get_figwidth() / (max(map(len, keys)) + 6)), 1))
     return fig
@@ -267,15 +278,19 @@ def draw_figure(panels, columns, own_keys):
 
 def make_figures(groups, out):
     """Write the PNG files; returns {name: (bytes, caption)}. A figure whose data no run has is left out."""
-    one, bars = len(groups) == 1, "95 % intervals (seeds: min to max)"
+    one, seeds = len(groups) == 1, any(len(g.runs) > 1 for g in groups)
+    bars = "Bars: 95 % intervals" + (", of seeds from the lowest end to the highest" if seeds else "") + ". Hollow: train tasks."
+    drawn = (f"Lines: means of {n} steps. " if (n := groups[0].smooth) > 1 else "") + ("Bands: from the lowest to the highest seed. " if seeds else "")
     rates = dict.fromkeys(key.removesuffix(" official") for g in groups for run in g.runs for _, splits in run.evals.values()
                           for line in splits.values() for key in line["table"] if key.endswith(" official"))
-    title = lambda text, g: text if one else f"{text}\n{g.label}"
+    title = lambda text, g: text if one else f"{text}\n{textwrap.fill(g.label.replace(' seeds)', chr(160) + 'seeds)'), 37)}"
     lines = lambda keys, *texts: (panel_lines, groups, {keys: (None, BLUE)} if isinstance(keys, str) else keys, *texts)
     split = lambda key: {key: ("all tokens", BLUE), key.split("_")[0] + "_control": ("control tokens", RED), key.split("_")[0] + "_rest": ("the rest", ORANGE)}
     official, strict = {"success/official": ("official", BLUE)}, {"success/strict": ("strict", ORANGE, ":")}
     reward = [lines(official | strict, "Success of rollouts", "share of episodes"), lines(strict, "Success of rollouts, strict", "share of episodes")][: 1 if one else 2]
     success = lambda category: [(panel_category, groups, category, splits) for splits in ([("train", "test")] if one else [("test",), ("train",)])]
+    won = [s for s in ("test", "train") if any(evaluations(g, "all official", s)[1][:, 0].any() for g in groups)]
+    overview = success("all")[won == ["train"] and not one]     # zeros of every run on the held-out tasks tell nothing
     kl = lines(split("kl"), "KL to the reference", "nats per token", True)
     gradient = lines(split("pg_loss"), "Policy-gradient loss", "per token")
     entropy = lines("entropy", "Entropy", "nats per token")
@@ -286,21 +301,21 @@ def make_figures(groups, out):
     control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g), "mean probability", True)
                for g in groups for slot, text in SLOTS.items()]
     early = [states[0], control[0]] if one else [
-        lines("structure/collapsed", "Collapsed messages", "share of messages"),
+        lines("structure/polluted+structure/collapsed", "Unhealthy messages: polluted or collapsed", "share of messages"),
         lines("control/first/<|im_end|>", "<|im_end|> as first token", "mean probability", True)]
     plan = {    # file: (panels, columns, caption)
-        "overview": ([reward[0], *early, kl, entropy, success("all")[0]], 3, f"Points: {bars}, hollow: train tasks. Dotted: strict. Green: SFT. Dashed: alarm."),
-        "reward": (reward + success("all"), 2, f"Lines: sampled training rollouts. Points: evaluations, {bars}, hollow: train tasks."),
-        "structure": (states, 3, "Every message of every rollout is in one of four states; blue is healthy."),
-        "control": (control, 2 if one else 4, "Probability of control tokens where the protocol is decided (log scale; what is below 1e-6 is not drawn)."),
-        "kl_entropy": ([kl, gradient, entropy], 3, "Steps whose groups were all flat have no update and no value."),
-        "health": (health, 3, "What the alarm looks at beside structure, control tokens, KL and entropy."),
-        "categories": ([p for c in rates for p in success(c)], 3 if one else 2, f"{bars}. Hollow: the tasks that were trained on, sampled where the run has --eval_samples."),
-        "times": (times, 3, "Wall time of each RL step."),
+        "overview": ([reward[0], *early, kl, entropy, overview], 3, f"{drawn}{bars} {'Dotted: strict. ' * one}Green: SFT. Dashed: alarm."),
+        "reward": (reward + success("all"), 2, f"Training rollouts are sampled. {drawn}{bars}"),
+        "structure": (states, 3, "Every message of every rollout is in one of four states; blue is healthy." + " Means of the seeds." * seeds),
+        "control": (control, 2 if one else 4, f"{drawn}Probability of control tokens where the protocol is decided; what is below 1e-6 is not drawn."),
+        "kl_entropy": ([kl, gradient, entropy], 3, f"{drawn}Steps whose groups were all flat have no update and no value."),
+        "health": (health, 3, f"{drawn}What the alarm looks at beside structure, control tokens, KL and entropy."),
+        "categories": ([p for c in rates for p in success(c)], 3 if one else 2, bars),
+        "times": (times, 3, "Wall time of each RL step." + " Means of the seeds." * seeds),
     }
     figures = {}
     for name, (panels, columns, caption) in plan.items():
-        fig = draw_figure(panels, columns, own_keys=one and name == "overview")     # whose panels have no key in common
+        fig = draw_figure(panels, columns, caption, own_keys=one and name in ("overview", "control"))    # whose panels have no key in common
         if fig.axes:
             fig.savefig(path := os.path.join(out, f"{name}.png"))
             figures[name] = open(path, "rb").read(), caption
@@ -417,7 +432,7 @@ data.records.length ? show(chosen() || data.records[0]) : add(page("trajectory")
 """
 CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222 }
-img { max-width: 100% } figure { margin: 1.5em 0 } figcaption, .role { color: #666; font: 13px/1.6 system-ui, sans-serif }
+img { max-width: 100% } figure { margin: 1.5em 0 } .role { color: #666; font: 13px/1.6 system-ui, sans-serif }
 table { border-collapse: collapse; font-size: 13px } td { overflow-wrap: anywhere } h4 { margin: 1em 0 0 } select { font: inherit }
 td, th { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid #eee; vertical-align: top } .bad { color: #b33a00 }
 .message, .glue { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; padding: 4px 10px }
@@ -464,8 +479,8 @@ def write_report(path, title, runs, figures, data, ood, note):
     events = [(run.name, e.get("step"), e.get("event"), rest(e)) for run in runs for e in run.events]
     flags = [[k, *(run.config.get(k, "") for run in runs)] for k in dict.fromkeys(k for run in runs for k in run.config)]
     flags.sort(key=lambda row: len(set(map(str, row[1:]))) == 1)        # what differs comes first
-    pictures = [f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}"><figcaption>'
-                f"{html.escape(caption)}</figcaption></figure>" for name, (png, caption) in figures.items()]
+    pictures = [f'<figure><img alt="{name}: {html.escape(caption)}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
+                for name, (png, caption) in figures.items()]
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")     # no '</script>', no '<!--'
     own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
