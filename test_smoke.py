@@ -3733,20 +3733,91 @@ def test_plot_draws_the_numbers_of_the_metrics(tmp_path):
     (group,), ax = module.group_runs(both, None), module.plt.figure().add_subplot()
     assert module.panel_lines(ax, [group], {"kl": (None, "black")}, "KL", "nats per token", True)
     drawn = [{int(x): y for x, y in zip(*line.get_data())} for line in ax.lines if len(line.get_xdata()) > 2]      # the others are phases
+    assert min(path.vertices[:, 0].min() for band in ax.collections for path in band.get_paths()) == 1 and np.isnan(drawn[0][0])  # KL 0 at step 0: no wedge
     assert [sorted(d) for d in drawn] == [list(range(10)), list(range(10, 20))] and drawn[0][6] == pytest.approx(0.002)
     assert drawn[1][13] == pytest.approx(np.mean([run.steps[13]["kl"] for run in both])) and np.isnan(drawn[0][9])
     group.smooth, ax = 3, module.plt.figure().add_subplot()
     assert module.panel_lines(ax, [group], {"reward": (None, "black")}, "Reward", "share of episodes")
     dots, line = [dict(zip(*line.get_data())) for line in ax.lines if len(line.get_xdata()) > 2][:2]
     raw = {s: np.mean([run.steps[s]["reward"] for run in both]) for s in range(9)}
-    assert dots[4] == pytest.approx(raw[4]) and line[4] == pytest.approx((raw[3] + raw[4] + raw[5]) / 3) and np.isnan(line[9]) and line[8] == pytest.approx((raw[7] + raw[8]) / 2)
+    assert dots[4] == pytest.approx(raw[4]) and line[4] == pytest.approx((raw[3] + raw[4] + raw[5]) / 3) and np.isnan(line[9])
+    assert line[0] == pytest.approx(raw[0]) and line[8] == pytest.approx(raw[8])      # nothing on one side of them: a mean of the other bends a slope
+    slope = np.ma.masked_invalid([np.nan, *range(1, 9), np.nan, *range(10, 14)])
+    assert module.smoothed(slope, 5)[1:9] == list(range(1, 9)) and module.smoothed(slope, 5)[10:] == list(range(10, 14))
     other = module.read_run(str(plot_run(tmp_path / "none", rounds=(20,), collapse=False, lr=2e-6)))
     groups, ax = module.group_runs([both[0], other], None), module.plt.figure().add_subplot()
     assert module.panel_category(ax, groups, "base", ("test",))
     assert [t.get_text() for t in ax.get_xticklabels()] == ["step 0", "step 0, SFT", "step 10", "step 10, SFT", "step 20"]
+    bars = ax.containers[1][2][0].get_segments()
     (last, _, _), run = ax.containers[1], {name: splits["test"]["table"]["base official"] for name, splits in other.evals.values()}
     assert [round(x) for x in last.get_xdata()] == [0, 1, 4] and list(last.get_ydata()) == [run[n][2] for n in ("start", "sft start", "rl 1")]
+    assert [list(bar[:, 1]) for bar in bars] == [pytest.approx(run[n][3:]) for n in ("start", "sft start", "rl 1")]
+    pair, ax = [next(s["test"]["table"]["base official"] for n, s in r.evals.values() if n == "rl 1") for r in both], module.plt.figure().add_subplot()
+    assert module.panel_category(ax, [group], "base", ("test",))       # seeds have bars of the same kind: what their intervals cover
+    point, bar = ax.containers[0][0].get_ydata()[2], ax.containers[0][2][0].get_segments()[2]
+    assert point == pytest.approx((pair[0][2] + pair[1][2]) / 2) and list(bar[:, 1]) == pytest.approx([min(e[3] for e in pair), max(e[4] for e in pair)])
     module.plt.close("all")
+
+
+def plot_figures(module, groups, out):
+    """What make_figures saves, as figures: overview, reward, structure, control, ..."""
+    figures, draw = [], module.draw_figure
+    module.draw_figure = lambda *a, **k: figures.append(draw(*a, **k)) or figures[-1]
+    module.make_figures(groups, str(out))
+    return figures
+
+
+def test_plot_pools_runs_whose_seeds_differ(tmp_path):
+    """An ablation by an edit of the code has the flags and the seed of its baseline."""
+    module = plot_module()
+    runs = [module.read_run(str(plot_run(tmp_path / name, seed=seed, steps=4, rounds=(2, 2), collapse=False)))
+            for name, seed in (("plain", 1), ("edited", 1), ("edited-seed2", 2))]
+    labels = lambda runs, names=None: [g.label for g in module.group_runs(runs, names)]
+    assert labels(runs) == ["plain", "edited", "edited-seed2"] and labels(runs[1:]) == ["edited (2 seeds)"]
+    assert labels(runs, ["a", "b", "b"]) == ["a", "b (2 seeds)"]
+
+
+def test_plot_several_arms_with_long_names(tmp_path):
+    """The overview's panels say something of arms that fail on held-out tasks without collapsing; no title leaves its column."""
+    module, runs, long = plot_module(), [], "a-long-name-of-an-arm-with-" + "-".join(["many", "flags"] * 5)
+    for name, seed, lr in (("short", 1, 1e-6), (long, 1, 2e-6), (f"{long}-seed2", 2, 2e-6)):
+        runs.append(module.read_run(str(plot_run(tmp_path / name, seed=seed, steps=6, rounds=(3, 3), collapse=False, lr=lr, eval_samples=8))))
+        for _, splits in runs[-1].evals.values():
+            splits["test"]["table"] = {key: [0, 100, 0.0, 0.0, 0.037] for key in splits["test"]["table"]}
+        for line in runs[-1].steps.values():
+            line["structure/polluted"], line["structure/collapsed"] = 0.25, 0.125
+    overview, _, _, control, *_ = plot_figures(module, groups := module.group_runs(runs, None), tmp_path)
+    panels = {ax.get_title(loc="left"): ax for ax in overview.axes}
+    assert "Success: all, train tasks, sampled" in panels and not any("test tasks" in title for title in panels)
+    assert panels["Unhealthy messages: polluted or collapsed"].lines[0].get_ydata()[1] == 0.375
+    text = overview.get_suptitle()
+    assert "Bars: 95 % intervals, of seeds" in text and "Bands: from the lowest to the highest seed" in text
+    control.canvas.draw()
+    title = lambda ax: ax._left_title.get_window_extent().x1
+    assert len(control.axes) == 8 and all(title(ax) < following.bbox.x0 for ax, following in zip(control.axes, control.axes[1:]) if following.bbox.x0 > ax.bbox.x0)
+    assert all(title(ax) < control.bbox.x1 for ax in control.axes)
+    runs[0].evals[0, 0][1]["test"]["table"]["all official"] = [1, 100, 0.01, 0.0, 0.05]
+    assert "Success: all, test tasks, greedy" in [ax.get_title(loc="left") for ax in plot_figures(module, groups, tmp_path)[0].axes]
+
+
+def test_plot_a_short_run_of_zeros(tmp_path):
+    """One step, no success, no KL: whole steps, shares from 0 to 1; what a log axis cannot show is in the key."""
+    module = plot_module()
+    run = module.read_run(str(plot_run(tmp_path / "run", steps=1, rounds=(1,), collapse=False)))
+    run.steps[0] |= {"success/official": 0.0, "success/strict": 0.0, "control/first/<|im_end|>": 1e-9}
+    for _, splits in run.evals.values():
+        for line in splits.values():
+            line["table"] = {key: [0, 100, 0.0, 0.0, 0.0] for key in line["table"]}
+    overview, *_ = plot_figures(module, module.group_runs([run], None), tmp_path)
+    overview.canvas.draw()
+    panels = {ax.get_title(loc="left"): ax for ax in overview.axes}
+    low, high = panels["Success of rollouts"].get_xlim()
+    assert [x for x in panels["Success of rollouts"].get_xticks() if low < x < high] == [0]
+    for title in ("Success of rollouts", "Success: all"):
+        assert panels[title].get_ylim()[0] > -0.1 and 1 <= panels[title].get_ylim()[1] < 1.3, title
+    key = [t.get_text() for t in panels["First token of a message"].get_legend().get_texts()]
+    assert "<|im_end|> (< 1e-6)" in key and "<tool_call>" in key
+    assert "nothing above 1e-6" in [t.get_text() for t in panels["KL to the reference"].texts]
 
 
 def test_plot_reads_the_rollouts_that_the_config_names(tmp_path):
@@ -3782,7 +3853,7 @@ def test_plot_gaps(plotted):
 def test_plot_trajectories_are_spread_and_limited(plotted):
     data = json.loads(re.search(r'id="data">(.*?)</script>', (plotted / "report.html").read_text(), re.S)[1])
     steps = [int(re.search(r"step (\d+)", r["where"])[1]) for r in data["records"]]
-    assert 30 < len(steps) <= 40 and min(steps) == 0 and max(steps) == 19
+    assert 30 < len(steps) <= 40 and min(steps) == 0 and max(steps) == 19 and {r["of"] for r in data["records"]} == {8}      # what the page says of each step
     for r in data["records"]:
         assert len(r["ids"]) == len(r["logp"]) and r["spans"][1]["start"] == 300 and r["prompt"] > 300       # the prompt's tail only
         assert [s["state"] for s in r["spans"] if s["sampled"]] in (["call", "polluted", "response"], ["collapsed", "polluted", "collapsed"],
@@ -3794,6 +3865,10 @@ def test_plot_several_runs(plotted, tmp_path):
     done = plot(plotted, *seeds, "--out", tmp_path / "both")
     assert done.returncode == 0 and not done.stderr, done.stderr
     page = (tmp_path / "both" / "report.html").read_text()
+    for run in seeds:
+        shutil.rmtree(run / "rollouts")
+    done = plot(*seeds, "--out", tmp_path / "bare")
+    assert done.stdout.count("\n") == 2 and done.stdout.startswith("no trajectories of the RL steps of 2 of 2 runs: seed1, seed2\n"), done.stdout
     assert "seed1 (2 seeds)" in page and not_blank(tmp_path / "both" / "overview.png")
 
 
@@ -3810,6 +3885,7 @@ def test_plot_viewer_in_a_browser(plotted, tmp_path):
     url = f"file://{plotted}/report.html"
     dom = dump_dom(url + "#run%2F000019.0.jsonl%3A2", tmp_path / "profile")      # not the one that is shown first
     assert 'class="state collapsed">collapsed<' in dom and "user turn 2" in dom and "Traceback &lt;/script&gt;" in dom and 'title="id 257, logp -' in dom
+    assert "one of 2 of 8 of run, step 19" in dom and 'label="2 of 8 of run, step 0"' in dom
     assert "<img src" not in dom.replace('<img alt', "") and "pwned" not in re.search("<title>(.*?)</title>", dom)[1]
 
 

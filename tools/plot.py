@@ -1,7 +1,7 @@
 """Figures and a report of runs: metrics.jsonl and saved trajectories -> PNG files and one report.html that needs no server.
 
  1. Runs that differ in their seed only (or share a --label) are one curve: the mean of those that have the step, and
-    a band from min to max.
+    a band from min to max. Runs of equal flags and equal seed differ in something else, such as the code: a curve each.
  2. A key that a step lacks is a gap. So is all that the update measures in a step whose groups were all flat: the zeros
     in its line are sums over no token.
  3. SFT phases have no RL step of their own: a green bar between two steps, where lines break. Evaluations have panels of their own.
@@ -24,6 +24,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import matplotlib
@@ -42,6 +43,7 @@ STATES = {"structure/call": BLUE, "structure/response": SKY, "structure/polluted
 TIMES = {"time/rollout_s": BLUE, "time/update_s": ORANGE, "time/push_s": PINK}
 CONTROL = {"<tool_call>": BLUE, "</tool_call>": SKY, "<|im_end|>": RED, '{"': GREEN, "<think>": PINK}
 SLOTS = {"first": "First token of a message", "after_open": "After <tool_call>", "close": "After a call's closing brace", "end": "End of a response"}
+BELOW = " (< 1e-6)"      # of a line that a log axis has no place for
 OF_UPDATE = ("kl", "entropy", "engine_gap", "clip_share", "ratio", "pg_", "grad_norm", "control/")
 NOT_AN_ABLATION = ("seed", "out", "fresh", "report_to", "save_every", "kv_gib", "sleep", "checkpointing", "tokens_per_row", "save_rollouts")
 plt.rcParams.update({
@@ -105,30 +107,33 @@ def read_run(folder):
 
 def group_runs(runs, labels, smooth=1):
     """Runs -> curves [namespace(label, runs, colour, smooth)]. Runs with one label, or that differ in the seed only, are seeds."""
-    groups = collections.defaultdict(list)
-    for k, run in enumerate(runs):
-        flags = json.dumps({a: b for a, b in run.config.items() if a not in NOT_AN_ABLATION}, sort_keys=True)
-        groups[labels[k] if labels else flags if run.config else run.folder].append(run)
+    flags = [json.dumps({a: b for a, b in run.config.items() if a not in NOT_AN_ABLATION}, sort_keys=True) for run in runs]
+    seeds, groups = collections.defaultdict(list), collections.defaultdict(list)
+    for run, same in zip(runs, flags):
+        seeds[same].append(run.config.get("seed"))
+    for k, (run, same) in enumerate(zip(runs, flags)):      # if a seed occurs twice, nothing says which runs belong together
+        groups[labels[k] if labels else same if len(set(seeds[same])) == len(seeds[same]) else k].append(run)
     shared = lambda g: len(g) > 1 and re.sub(r"\W*(seed\d*)?\W*$", "", os.path.commonprefix([run.name for run in g])) or g[0].name
     names = [(key if labels else shared(g)) + (f" ({len(g)} seeds)" if len(g) > 1 else "") for key, g in groups.items()]
     return [SimpleNamespace(label=n, runs=g, colour=c, smooth=smooth) for n, g, c in zip(names, groups.values(), COLOURS * len(runs))]
 
 
 def series(group, key):
-    """(steps [S], values [R, S]), masked where a run lacks the step or the key."""
+    """(steps [S], values [R, S]), masked where a run lacks the step or the key. "a+b" is the sum of two."""
     steps = [s for run in group.runs for s in run.steps] or [0]
     x = np.arange(min(steps), max(steps) + 1)
-    return x, np.ma.masked_invalid([[number(run.steps.get(s, {}).get(key)) for s in x] for run in group.runs])
+    return x, np.ma.masked_invalid([[sum(number(run.steps.get(s, {}).get(k)) for k in key.split("+")) for s in x] for run in group.runs])
 
 
 def evaluations(group, key, split):
-    """(places as in run.evals, points [N, 3]: rate, low, high). One run: the evaluation's interval; seeds: mean, min and max."""
+    """(places as in run.evals, points [N, 3]: rate, low, high). One run: the evaluation's interval; seeds: the mean,
+    and from the lowest end of their intervals to the highest. They share the tasks, so that pooled counts would seem too certain."""
     found = collections.defaultdict(list)
     for run in group.runs:
         for place, (_, splits) in run.evals.items():
             if split in splits and key in splits[split]["table"]:
                 found[place].append([number(v) for v in splits[split]["table"][key][2:]])
-    rows = [f[0] if len(f) == 1 else (np.mean(f, 0)[0], np.min(f, 0)[0], np.max(f, 0)[0]) for f in found.values()]
+    rows = [(np.mean(f, 0)[0], np.min(f), np.max(f)) for f in found.values()]
     return list(found), np.array(rows).reshape(-1, 3)
 
 
@@ -143,11 +148,12 @@ def dress(ax, groups, title, ylabel):
     low, high, a, b = min(steps), max(steps), *ax.get_ylim()
     em, room = 0.02 * (high - low + 1), 0.24 if plan or alarms else 0.03
     if share := ylabel.startswith(("share", "mean probability")):
+        b = b if ax.dataLim.y1 > 0 else 1       # all zero: not an axis from -0.05 to 0.05
         a, b = (1e-6, 1) if ax.get_yscale() == "log" else (-0.03 * b, b)
         ax.minorticks_off()
     ax.set(title=title, ylabel=ylabel, xlabel="RL step", xlim=(low - 0.8 - em, high + 0.8 + em),
            ylim=(a, b * (b / a) ** room if ax.get_yscale() == "log" else b + room * (b - a)))
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     if share:
         ax.set_yticks([t for t in ax.get_yticks() if max(a, 0) <= t < 1.01])
     note = dict(transform=ax.get_xaxis_transform(), va="top", fontsize=7)
@@ -167,9 +173,10 @@ def dress(ax, groups, title, ylabel):
 
 
 def smoothed(y, n):
-    """The mean of up to n steps around each; gaps stay gaps."""
+    """The mean of up to n steps around each, as many before as after it: else a slope bends at its ends. Gaps stay gaps."""
     y = y.filled(np.nan)
-    return [np.nanmean(y[max(i - n // 2, 0): i + n // 2 + 1]) if np.isfinite(y[i]) else np.nan for i in range(len(y))]
+    windows = [y[i - h: i + h + 1] for i in range(len(y)) for h in [min(n // 2, i, len(y) - 1 - i)]]
+    return [np.nanmean(w + w[::-1]) / 2 if np.isfinite(w[len(w) // 2]) else np.nan for w in windows]     # a step counts with its mirror image
 
 
 def draw_line(ax, group, key, label, colour, style="-", log=False):
@@ -177,7 +184,8 @@ def draw_line(ax, group, key, label, colour, style="-", log=False):
     x, values = series(group, key)
     mean, low, high = values.mean(0), values.min(0), values.max(0)
     if log:     # rounding noise and exact zeros have no place on a log axis
-        mean, low = np.ma.masked_less(mean, 1e-6), np.ma.maximum(low, 1e-6)
+        mean = np.ma.masked_less(mean, 1e-6)
+        low = np.ma.array(np.ma.maximum(low, 1e-6), mask=np.ma.getmaskarray(mean))      # and no band where there is no line
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if ax.get_ylim()[1] < 10 * ax.get_ylim()[0] else "")
@@ -190,7 +198,9 @@ def draw_line(ax, group, key, label, colour, style="-", log=False):
         ax.plot(x[piece], smoothed(mean[piece], group.smooth), style, lw=1.5 if len(x) < 60 else 0.9, label=None if piece.start else label, **dots)
         if len(group.runs) > 1:
             ax.fill_between(x[piece], low[piece], high[piece], color=colour, alpha=0.18, lw=0)
-    return mean.count() > 0
+    if values.count() and not mean.count():
+        ax.plot([], [], style, color=colour, label=label and label + BELOW)
+    return values.count() > 0
 
 
 def panel_stack(ax, group, colours, title, ylabel):
@@ -212,6 +222,9 @@ def panel_lines(ax, groups, lines, title, ylabel, log=False):
         drawn = [draw_line(ax, g, next(iter(lines)), g.label, g.colour, log=log) for g in groups]
     else:
         drawn = [draw_line(ax, groups[0], key, *line, log=log) for key, line in lines.items()]
+    if not any(len(line.get_xdata()) for line in ax.lines):
+        ax.set_ylim(1e-6, 1)
+        ax.text(0.5, 0.5, "nothing above 1e-6", ha="center", color="#777777", transform=ax.transAxes)
     dress(ax, groups, title, ylabel)
     return any(drawn)
 
@@ -219,7 +232,7 @@ def panel_lines(ax, groups, lines, title, ylabel, log=False):
 def panel_category(ax, groups, category, splits):
     """Success at each evaluation: filled points are test tasks, hollow ones train tasks (sampled if the run has --eval_samples)."""
     plans = [{place: name for run in g.runs for place, (name, _) in run.evals.items()} for g in groups]
-    order, top = sorted(set().union(*plans)), 0.1
+    order, top = sorted(set().union(*plans)), 0
     text = [plans[0][place] if all(p == plans[0] for p in plans) else f"step {place[0]}" + ", SFT" * (place[1] > 0) for place in order]
     how = {s: "sampled" if s == "train" and groups[0].runs[0].config.get("eval_samples") else "greedy" for s in splits}
     curves = [(g, s) for g in groups for s in splits]
@@ -230,6 +243,7 @@ def panel_category(ax, groups, category, splits):
         ax.errorbar(x, y, np.maximum([y - low, high - y], 0), fmt="o", ms=4.5, lw=1.2, capsize=2, color=g.colour,
                     mfc=g.colour if split == "test" else "white", label=f"{split}, {how[split]}" if len(groups) == 1 else g.label)
         top = max(top, *high, 0)
+    top = max(top, 0.1) if top else 1
     for k in range(0, len(order), 2):
         ax.axvspan(k - 0.5, k + 0.5, color="#f3f3f3", lw=0, zorder=0)
     ax.set(title=f"Success: {category}" + (f", {splits[0]} tasks, {how[splits[0]]}" if len(splits) == 1 else ""), ylabel="share of episodes",
@@ -239,21 +253,24 @@ def panel_category(ax, groups, category, splits):
     return bool(order)
 
 
-def draw_figure(panels, columns, own_keys):
-    """`panels`: [(function, *arguments)]. One key for all of them below the figure, or one below each."""
+def draw_figure(panels, columns, caption, own_keys):
+    """`panels`: [(function, *arguments)]. The caption is a line above them. One key for all of them below the figure, or one below each."""
     fig, keys = plt.figure(figsize=(4.3, 3.2), layout="constrained"), {}
     for draw, *args in panels:
         if not draw(ax := fig.add_subplot(), *args):
             ax.remove()
     columns = min(columns, max(len(fig.axes), 1))
     grid = fig.add_gridspec(max(math.ceil(len(fig.axes) / columns), 1), columns)
-    fig.set_size_inches(7 if columns == 1 else 4.3 * columns, 3.2 * grid.nrows)
+    fig.set_size_inches(7 if columns == 1 else 4.3 * columns, (3.6 if own_keys else 3.2) * grid.nrows)
     for k, ax in enumerate(fig.axes):
         ax.set_subplotspec(grid[divmod(k, columns)])
         handles, labels = ax.get_legend_handles_labels()
         keys |= {label: h for h, label in zip(handles, labels) if label not in keys}
         if own_keys and len(labels) > 1:
-            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), ncols=4, columnspacing=0.9, handlelength=1.3)
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17 if ax.get_xlabel() else -0.3), columnspacing=0.9, handlelength=1.3,
+                      ncols=3 if BELOW in "".join(labels) else 4)
+    fig.suptitle(textwrap.fill(caption, int(15 * fig.get_figwidth())), x=0.01, ha="left", fontsize=8, color="#666666")
+    keys = {textwrap.fill(label, 80): h for label, h in keys.items() if not (BELOW in label and label.removesuffix(BELOW) in keys)}     # another panel's
     if len(keys) > 1 and not own_keys:
         fig.legend(keys.values(), keys, loc="outside lower center", ncols=max(int(14 * fig.get_figwidth() / (max(map(len, keys)) + 6)), 1))
     return fig
@@ -261,15 +278,19 @@ def draw_figure(panels, columns, own_keys):
 
 def make_figures(groups, out):
     """Write the PNG files; returns {name: (bytes, caption)}. A figure whose data no run has is left out."""
-    one, bars = len(groups) == 1, "95 % intervals (seeds: min to max)"
+    one, seeds = len(groups) == 1, any(len(g.runs) > 1 for g in groups)
+    bars = "Bars: 95 % intervals" + (", of seeds from the lowest end to the highest" if seeds else "") + ". Hollow: train tasks."
+    drawn = (f"Lines: means of {n} steps. " if (n := groups[0].smooth) > 1 else "") + ("Bands: from the lowest to the highest seed. " if seeds else "")
     rates = dict.fromkeys(key.removesuffix(" official") for g in groups for run in g.runs for _, splits in run.evals.values()
                           for line in splits.values() for key in line["table"] if key.endswith(" official"))
-    title = lambda text, g: text if one else f"{text}\n{g.label}"
+    title = lambda text, g: text if one else f"{text}\n{textwrap.fill(g.label.replace(' seeds)', chr(160) + 'seeds)'), 37)}"
     lines = lambda keys, *texts: (panel_lines, groups, {keys: (None, BLUE)} if isinstance(keys, str) else keys, *texts)
     split = lambda key: {key: ("all tokens", BLUE), key.split("_")[0] + "_control": ("control tokens", RED), key.split("_")[0] + "_rest": ("the rest", ORANGE)}
     official, strict = {"success/official": ("official", BLUE)}, {"success/strict": ("strict", ORANGE, ":")}
     reward = [lines(official | strict, "Success of rollouts", "share of episodes"), lines(strict, "Success of rollouts, strict", "share of episodes")][: 1 if one else 2]
     success = lambda category: [(panel_category, groups, category, splits) for splits in ([("train", "test")] if one else [("test",), ("train",)])]
+    won = [s for s in ("test", "train") if any(evaluations(g, "all official", s)[1][:, 0].any() for g in groups)]
+    overview = success("all")[won == ["train"] and not one]     # zeros of every run on the held-out tasks tell nothing
     kl = lines(split("kl"), "KL to the reference", "nats per token", True)
     gradient = lines(split("pg_loss"), "Policy-gradient loss", "per token")
     entropy = lines("entropy", "Entropy", "nats per token")
@@ -280,21 +301,21 @@ def make_figures(groups, out):
     control = [(panel_lines, [g], {f"control/{slot}/{k}": (k, colour) for k, colour in CONTROL.items()}, title(text, g), "mean probability", True)
                for g in groups for slot, text in SLOTS.items()]
     early = [states[0], control[0]] if one else [
-        lines("structure/collapsed", "Collapsed messages", "share of messages"),
+        lines("structure/polluted+structure/collapsed", "Unhealthy messages: polluted or collapsed", "share of messages"),
         lines("control/first/<|im_end|>", "<|im_end|> as first token", "mean probability", True)]
     plan = {    # file: (panels, columns, caption)
-        "overview": ([reward[0], *early, kl, entropy, success("all")[0]], 3, f"Points: {bars}, hollow: train tasks. Dotted: strict. Green: SFT. Dashed: alarm."),
-        "reward": (reward + success("all"), 2, f"Lines: sampled training rollouts. Points: evaluations, {bars}, hollow: train tasks."),
-        "structure": (states, 3, "Every message of every rollout is in one of four states; blue is healthy."),
-        "control": (control, 2 if one else 4, "Probability of control tokens where the protocol is decided (log scale; what is below 1e-6 is not drawn)."),
-        "kl_entropy": ([kl, gradient, entropy], 3, "Steps whose groups were all flat have no update and no value."),
-        "health": (health, 3, "What the alarm looks at beside structure, control tokens, KL and entropy."),
-        "categories": ([p for c in rates for p in success(c)], 3 if one else 2, f"{bars}. Hollow: the tasks that were trained on, sampled where the run has --eval_samples."),
-        "times": (times, 3, "Wall time of each RL step."),
+        "overview": ([reward[0], *early, kl, entropy, overview], 3, f"{drawn}{bars} {'Dotted: strict. ' * one}Green: SFT. Dashed: alarm."),
+        "reward": (reward + success("all"), 2, f"Training rollouts are sampled. {drawn}{bars}"),
+        "structure": (states, 3, "Every message of every rollout is in one of four states; blue is healthy." + " Means of the seeds." * seeds),
+        "control": (control, 2 if one else 4, f"{drawn}Probability of control tokens where the protocol is decided; what is below 1e-6 is not drawn."),
+        "kl_entropy": ([kl, gradient, entropy], 3, f"{drawn}Steps whose groups were all flat have no update and no value."),
+        "health": (health, 3, f"{drawn}What the alarm looks at beside structure, control tokens, KL and entropy."),
+        "categories": ([p for c in rates for p in success(c)], 3 if one else 2, bars),
+        "times": (times, 3, "Wall time of each RL step." + " Means of the seeds." * seeds),
     }
     figures = {}
     for name, (panels, columns, caption) in plan.items():
-        fig = draw_figure(panels, columns, own_keys=one and name == "overview")     # whose panels have no key in common
+        fig = draw_figure(panels, columns, caption, own_keys=one and name in ("overview", "control"))    # whose panels have no key in common
         if fig.axes:
             fig.savefig(path := os.path.join(out, f"{name}.png"))
             figures[name] = open(path, "rb").read(), caption
@@ -319,11 +340,11 @@ def evenly(items, n):
 
 
 def find_rollouts(run):
-    """Files of the trajectories of the run's steps, from the folder that its config names; notes it when there are none."""
+    """Files of the trajectories of the run's steps, from the folder that its config names; notes why there are none."""
     named = run.config.get("save_rollouts")     # as grpo.rollouts_folder; older runs have a bool
     folder = named if named and isinstance(named, str) else os.path.join(run.folder, "rollouts")
     paths = sorted(glob.glob(f"{glob.escape(folder)}/*.jsonl"))
-    run.note = "" if paths or not run.steps else f"{run.name}: no trajectories of its RL steps: " + ("it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}")
+    run.note = "" if paths or not run.steps else "it ran with --save_rollouts none" if named == "none" else f"there are none in {folder}"
     return paths
 
 
@@ -345,7 +366,7 @@ def sample_records(run, most):
         each = max(most // len(chosen), 1)
         starts = evenly(range(0, len(records), 2), max(each // 2, 1))       # neighbours: two samples of one task
         for record, prompt, more in [r for k in starts for r in records[k: k + 2]][:each]:
-            yield shorten(record, prompt[-300:]) | more
+            yield shorten(record, prompt[-300:]) | more | {"of": len(records)}
 
 
 def shorten(r, tail):
@@ -364,6 +385,7 @@ def shorten(r, tail):
 SCRIPT = r"""
 const page = id => document.getElementById(id), data = JSON.parse(page("data").textContent);
 const chosen = () => data.records.find(r => "#" + encodeURIComponent(r.key) === location.hash);
+const share = r => `${data.records.filter(other => other.where === r.where).length} of ${r.of} of ${r.where}`;
 const score = r => r.reward ? `official ${r.reward.official}, strict ${r.reward.strict}` : "no score";
 function add(parent, tag, text, kind) {     // whatever the text is, it only ever becomes a text node
   const e = parent.appendChild(document.createElement(tag));
@@ -377,7 +399,7 @@ function show(r) {
   box.replaceChildren();
   const turns = r.reward ? r.reward.per_turn.map((ok, t) => `${t + 1}${ok ? "\u2713" : "\u2717"}`).join(" ") : "none";
   add(box, "b", `${r.task}: ${score(r)}, per turn ${turns}, finish ${r.finish}`);
-  add(box, "div", r.key + (r.reward && r.reward.error ? `, scoring: ${r.reward.error}` : ""), "role");
+  add(box, "div", `${r.key}, one of ${share(r)}` + (r.reward && r.reward.error ? `, scoring: ${r.reward.error}` : ""), "role");
   if (r.error) add(box, "pre", r.error, "bad");
   let turn;
   r.spans.forEach((s, n) => {
@@ -399,8 +421,9 @@ function show(r) {
 }
 for (const where of new Set(data.records.map(r => r.where))) {
   const group = add(page("which"), "optgroup", "");
-  group.label = where;
-  for (const r of data.records.filter(r => r.where === where))
+  const those = data.records.filter(r => r.where === where);
+  group.label = share(those[0]);
+  for (const r of those)
     add(group, "option", `${where}: ${r.task}, line ${r.key.split(":").pop()}: ${score(r)}, ${r.finish}`).value = r.key;
 }
 page("which").onchange = e => location.hash = encodeURIComponent(e.target.value);
@@ -409,7 +432,7 @@ data.records.length ? show(chosen() || data.records[0]) : add(page("trajectory")
 """
 CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222 }
-img { max-width: 100% } figure { margin: 1.5em 0 } figcaption, .role { color: #666; font: 13px/1.6 system-ui, sans-serif }
+img { max-width: 100% } figure { margin: 1.5em 0 } .role { color: #666; font: 13px/1.6 system-ui, sans-serif }
 table { border-collapse: collapse; font-size: 13px } td { overflow-wrap: anywhere } h4 { margin: 1em 0 0 } select { font: inherit }
 td, th { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid #eee; vertical-align: top } .bad { color: #b33a00 }
 .message, .glue { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; padding: 4px 10px }
@@ -417,7 +440,8 @@ td, th { text-align: left; padding: 2px 14px 2px 0; border-bottom: 1px solid #ee
 .token { border-bottom: 1.5px solid #0072B2 } .state { color: white; background: #0072B2; padding: 0 6px; border-radius: 3px }
 .polluted { background: #a86f00 } .collapsed { background: #b33a00 }
 """
-LEGEND = "Blue underline: sampled (mask 1). Grey: context (mask 0). More orange: less probable. Point at a token for its id and logp."
+LEGEND = "A sample, spread over the steps (--max_trajectories): the list says how many of each step's are here. " \
+         "Blue underline: sampled (mask 1). Grey: context (mask 0). More orange: less probable. Point at a token for its id and logp."
 
 
 def table(head, rows):
@@ -441,7 +465,7 @@ def ood_table(path):
         fail(f"{path} is not a table of tools/ood.py")
 
 
-def write_report(path, title, runs, figures, data, ood):
+def write_report(path, title, runs, figures, data, ood, note):
     rates = collections.defaultdict(dict)
     for at, splits in [((run.name, name), e) for run in runs for name, e in run.evals.values()]:
         for split, key, entry in [(s, *e) for s, line in splits.items() for e in line["table"].items()]:
@@ -455,13 +479,12 @@ def write_report(path, title, runs, figures, data, ood):
     events = [(run.name, e.get("step"), e.get("event"), rest(e)) for run in runs for e in run.events]
     flags = [[k, *(run.config.get(k, "") for run in runs)] for k in dict.fromkeys(k for run in runs for k in run.config)]
     flags.sort(key=lambda row: len(set(map(str, row[1:]))) == 1)        # what differs comes first
-    pictures = [f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}"><figcaption>'
-                f"{html.escape(caption)}</figcaption></figure>" for name, (png, caption) in figures.items()]
+    pictures = [f'<figure><img alt="{name}: {html.escape(caption)}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
+                for name, (png, caption) in figures.items()]
     data = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")     # no '</script>', no '<!--'
     own = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
-    notes = "".join(f"<p>{html.escape(run.note)}</p>" for run in runs if run.note)
-    viewer = f'{notes}<p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
+    viewer = f'<p>{html.escape(note)}</p><p class="role">{LEGEND}</p><select id="which"></select><div id="trajectory"></div>'
     sections = {"Evaluations": table(["run", "after", "tasks", "category", *scores], rates), "Out of distribution": ood,
                 "Trajectories": viewer, "Figures": "".join(pictures[1:]),
                 "Checklist of each round's first step": table(["run", "RL step", "check", "value", ""], checks),
@@ -499,15 +522,19 @@ def main():
         ids = sorted({i for r in records for i in r["ids"]}) if tokenizer else []
         data["records"] += records
         data["vocab"].append({i: tokenizer.decode([i], skip_special_tokens=False) for i in ids})
+    bare = [run for run in runs if run.note]
+    note = "".join(f"{run.name}: no trajectories of its RL steps: {run.note}" for run in bare) if len(bare) < 2 else textwrap.shorten(
+        f"no trajectories of the RL steps of {len(bare)} of {len(runs)} runs: {', '.join(run.name for run in bare)}", 120)
     beside = os.path.join(os.path.dirname(os.path.abspath(args.runs[0])), "compare")
     out = args.out or (args.runs[0] if len(runs) == 1 else beside)
     try:
         os.makedirs(out, exist_ok=True)
         figures = make_figures(groups, out)
-        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, ood)
+        write_report(os.path.join(out, "report.html"), ", ".join(g.label for g in groups), runs, figures, data, ood, note)
     except OSError as e:
         fail(f"cannot write to {out}: {e}")
-    print(*(f"{run.note}\n" for run in runs if run.note), sep="", end="")
+    if note:
+        print(note)
     print(f"wrote {', '.join(f'{name}.png' for name in figures)}, report.html to {out} ({len(data['records'])} trajectories)")
 
 
